@@ -1,0 +1,1 @@
+"""Kernels of a speculative step: jax only, each with a plain-JAX reference beside it."""

@@ -1,0 +1,78 @@
+"""Attention: projections, optional q/k norms, RoPE; what is attended to is given.
+
+`Attend` is the seam between a network and where its keys and values live:
+decoding writes a cache and calls the verification-attention kernel, training
+attends among the rows of one call under its own mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.verify_attention import verify_attention
+from peagle_jax.config import BlockConfig
+from peagle_jax.models.cache import LayerCache
+from peagle_jax.models.layers import Linear, RMSNorm, rotate
+
+# (q [batch, rows, heads, dim], k, v [batch, rows, kv_heads, dim]) ->
+# (output [batch, rows, heads, dim], whatever this layer carries on, such as its cache)
+Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
+
+
+class Attention(nn.Module):
+    """Grouped-query attention over whatever `attend` provides.
+
+    `in_features` is the width of the input: the hidden size, or twice that in a
+    drafter's first layer.
+    """
+
+    config: BlockConfig
+    in_features: int
+    dtype: Any
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Float[Array, "batch rows in"],
+        rope: tuple[Float[Array, "batch rows half"], Float[Array, "batch rows half"]],
+        attend: Attend,
+    ) -> tuple[Float[Array, "batch rows hidden"], Any]:
+        c = self.config
+
+        def project(heads: int, axis: str, name: str) -> Float[Array, "batch rows heads dim"]:
+            size = heads * c.head_dim
+            layer = Linear(
+                size, self.in_features, (axis, "embed"), c.qkv_bias, self.dtype, name=name
+            )
+            return layer(x).reshape(*x.shape[:2], heads, c.head_dim)
+
+        q = project(c.num_heads, "heads", "q_proj")
+        k = project(c.num_kv_heads, "kv_heads", "k_proj")
+        v = project(c.num_kv_heads, "kv_heads", "v_proj")
+        if c.qk_norm:
+            q = RMSNorm(c.head_dim, c.rms_norm_eps, self.dtype, name="q_norm")(q)
+            k = RMSNorm(c.head_dim, c.rms_norm_eps, self.dtype, name="k_norm")(k)
+        out, carried = attend(rotate(q, *rope), rotate(k, *rope), v)
+        out = out.reshape(*x.shape[:2], c.num_heads * c.head_dim)
+        size = c.num_heads * c.head_dim
+        o_proj = Linear(
+            c.hidden_size, size, ("embed", "heads"), c.out_bias, self.dtype, name="o_proj"
+        )
+        return o_proj(out), carried
+
+
+def attend_cached(
+    cache: LayerCache, start: Int[Array, "batch"], window: int | None
+) -> Attend:
+    """Attention of new rows at positions `start ..` over the cache they are written to."""
+
+    def attend(q: Array, k: Array, v: Array) -> tuple[Array, LayerCache]:
+        written = cache.write(start, k, v)
+        out = verify_attention(q, written.keys, written.values, start, window=window)
+        return out, written
+
+    return attend

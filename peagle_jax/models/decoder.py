@@ -1,0 +1,108 @@
+"""The target: ONE decoder for every family; what differs is config data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from peagle_jax.config import ModelConfig
+from peagle_jax.models.attention import attend_cached
+from peagle_jax.models.block import Block
+from peagle_jax.models.cache import KVCache
+from peagle_jax.models.layers import Embed, Linear, RMSNorm, rope_tables
+
+
+@struct.dataclass
+class DecoderOutput:
+    """What a pass over some rows gives.
+
+    hidden: after the final norm, ready for `logits`.
+    features: the residual stream at the asked depths, concatenated; the final
+        hidden state where none was asked.
+    cache: with the rows written.
+    """
+
+    hidden: Float[Array, "batch rows hidden"]
+    features: Float[Array, "batch rows features"]
+    cache: KVCache
+
+
+class Decoder(nn.Module):
+    """A decoder-only transformer, used as `Decoder(config, dtype).apply({"params": p}, ...)`."""
+
+    config: ModelConfig
+    dtype: Any = jnp.float32
+
+    def setup(self) -> None:
+        c = self.config
+        block = c.block
+        self.embed_tokens = Embed(c.vocab_size, block.hidden_size, self.dtype)
+        self.layers = [Block(block, self.dtype) for _ in range(block.num_layers)]
+        self.norm = RMSNorm(block.hidden_size, block.rms_norm_eps, self.dtype)
+        if not c.tie_embeddings:
+            self.lm_head = Linear(
+                c.vocab_size, block.hidden_size, ("vocab", "embed"), False, self.dtype
+            )
+
+    def __call__(
+        self,
+        tokens: Int[Array, "batch rows"],
+        start: Int[Array, "batch"],
+        cache: KVCache,
+        aux_layer_ids: tuple[int, ...] = (),
+    ) -> DecoderOutput:
+        """Rows of sequence b stand at positions `start[b], start[b] + 1, ...`.
+
+        `aux_layer_ids`: the depths handed to a drafter; id l is the residual
+        stream after l layers (0 = the embeddings).
+        """
+        block = self.config.block
+        positions = start[:, None] + jnp.arange(tokens.shape[1])
+        rope = rope_tables(block.rope, block.head_dim, positions)
+        x = self.embed_tokens(tokens)
+        streams, written = [x], []
+        for index, layer in enumerate(self.layers):
+            with jax.named_scope(f"layer_{index}"):
+                attend = attend_cached(cache.layers[index], start, block.window(index))
+                x, layer_cache = layer(x, rope, attend)
+            streams.append(x)
+            written.append(layer_cache)
+        hidden = self.norm(x)
+        chunks = [streams[i] for i in aux_layer_ids] or [hidden]
+        return DecoderOutput(hidden, jnp.concatenate(chunks, axis=-1), KVCache(tuple(written)))
+
+    def logits(self, hidden: Float[Array, "*rows hidden"]) -> Float[Array, "*rows vocab"]:
+        """Next-token logits in float32 of normalised hidden states."""
+        if self.config.tie_embeddings:
+            return self.embed_tokens.attend(hidden)
+        return self.lm_head(hidden).astype(jnp.float32)
+
+
+def init(config: ModelConfig, key: Array, dtype: Any = jnp.float32) -> dict[str, Any]:
+    """Random parameters, a nested dict of plain arrays."""
+    return nn.unbox(_init_boxed(config, key, dtype))
+
+
+def abstract_params(config: ModelConfig, dtype: Any = jnp.float32) -> dict[str, Any]:
+    """The parameters' shapes and dtypes: the same tree of `jax.ShapeDtypeStruct`."""
+    return jax.eval_shape(lambda: init(config, jax.random.key(0), dtype))
+
+
+def logical_axes(config: ModelConfig) -> dict[str, Any]:
+    """The same tree of `PartitionSpec`s over logical axis names."""
+    boxed = jax.eval_shape(lambda: _init_boxed(config, jax.random.key(0), jnp.float32))
+    return nn.get_partition_spec(boxed)
+
+
+def _init_boxed(config: ModelConfig, key: Array, dtype: Any) -> dict[str, Any]:
+    def touch_all(module: Decoder) -> Array:
+        cache = KVCache.init(config.block, 1, 1, dtype)
+        zero = jnp.zeros((1,), jnp.int32)
+        return module.logits(module(zero[:, None], zero, cache).hidden)
+
+    return Decoder(config, dtype).init(key, method=touch_all)["params"]
