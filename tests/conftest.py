@@ -1,0 +1,17 @@
+"""What every test runs under: the CPU, checked shapes, quiet logs.
+
+Nothing here may import peagle_jax or jax at module level before the settings below: the
+import hook checks only what is imported after it, and jax reads its platform once.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from jaxtyping import install_import_hook
+
+# Shapes and dtypes in signatures are checked at run time here, and only here.
+install_import_hook(["peagle_jax", "pallas_kernels"], "beartype.beartype")
