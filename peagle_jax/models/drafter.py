@@ -182,7 +182,9 @@ class Drafter(nn.Module):
             raw = self.lm_head(hidden).astype(jnp.float32)
         else:
             assert lent is not None
-            raw = matmul_out_in(hidden, lent)
+            if self.config.draft_vocab_size < self.config.vocab_size:
+                lent = lent[self.draft_to_target]
+            raw = matmul_out_in(hidden, lent.astype(self.dtype))
         return raw * self.config.logit_scale
 
     def target_ids(self, draft_ids: Int[Array, "*rows"]) -> Int[Array, "*rows"]:

@@ -1,0 +1,86 @@
+"""How many drafts stand, and which token comes after them: arrays in, arrays out.
+
+Row j of the target's K+1 rows is the distribution of the token after draft j
+(row 0: after the last confirmed token). Both rules are lossless:
+
+- coupled: the target draws its own token at every row with noise keyed by
+  position; a draft that equals the draw stands. The output is exactly that of
+  plain sampling with the same noise (Daliri et al. 2024, drafter-invariant
+  speculative decoding).
+- rejection: the classical rule (arXiv 2211.17192, 2302.01318): a draft d stands
+  with probability min(1, p(d)/q(d)); otherwise a token of norm(max(p - q, 0)).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int
+
+
+@struct.dataclass
+class Verified:
+    """tokens[b, :count[b]] are the confirmed tokens: the drafts that stood, then one
+    more (the recovered or bonus token). 1 <= count <= K+1."""
+
+    tokens: Int[Array, "batch rows"]
+    count: Int[Array, "batch"]
+
+
+def verify_coupled(
+    drafts: Int[Array, "batch drafts"], choices: Int[Array, "batch rows"]
+) -> Verified:
+    """`choices`: the target's own token at each of the K+1 rows."""
+    return Verified(choices, 1 + _leading(drafts == choices[:, :-1]))
+
+
+def verify_rejection(
+    drafts: Int[Array, "batch drafts"],
+    draft_logits: Float[Array, "batch drafts vocab"] | None,
+    target_logits: Float[Array, "batch rows vocab"],
+    greedy: Bool[Array, "batch"],
+    accept_noise: Float[Array, "batch drafts"],
+    recover_noise: Float[Array, "batch rows vocab"],
+) -> Verified:
+    """The rejection rule.
+
+    Args:
+      draft_logits: processed logits the drafts were sampled from, over the target's
+        vocabulary, -inf where the draft vocabulary has no such token; None where the
+        drafts are argmaxes (q is one-hot).
+      target_logits: processed logits of the K+1 rows.
+      greedy: rows with the greedy rule: a draft stands when it is the argmax.
+      accept_noise: uniform in [0, 1).
+      recover_noise: Gumbel, independent of what the drafts were drawn with; zero in
+        greedy rows.
+    """
+    k = drafts.shape[1]
+    p = jax.nn.softmax(target_logits, axis=-1)
+    one_hot = jax.nn.one_hot(drafts, p.shape[-1], dtype=p.dtype)
+    q = one_hot if draft_logits is None else jax.nn.softmax(draft_logits, axis=-1)
+
+    p_draft = jnp.sum(p[:, :k] * one_hot, axis=-1)
+    q_draft = jnp.sum(q * one_hot, axis=-1)
+    likely = accept_noise * q_draft < p_draft
+    argmax = jnp.argmax(target_logits, axis=-1).astype(jnp.int32)
+    stands = jnp.where(greedy[:, None], drafts == argmax[:, :k], likely)
+
+    residual = jnp.maximum(p[:, :k] - q, 0.0)
+    # p == q up to rounding leaves nothing to recover from; such a draft was accepted
+    # but for rounding too, and p itself is then the right distribution.
+    empty = jnp.sum(residual, axis=-1, keepdims=True) <= 0
+    residual = jnp.where(empty, p[:, :k], residual)
+    after = jnp.concatenate([residual, p[:, k:]], axis=1)
+    sampled = jnp.argmax(jnp.log(after) + recover_noise, axis=-1).astype(jnp.int32)
+    recovered = jnp.where(greedy[:, None], argmax, sampled)
+
+    accepted = _leading(stands)
+    padded = jnp.pad(drafts, ((0, 0), (0, 1)))
+    tokens = jnp.where(jnp.arange(k + 1) < accepted[:, None], padded, recovered)
+    return Verified(tokens, accepted + 1)
+
+
+def _leading(flags: Bool[Array, "batch drafts"]) -> Int[Array, "batch"]:
+    """How many flags hold before the first that does not."""
+    return jnp.sum(jnp.cumprod(flags.astype(jnp.int32), axis=1), axis=1)
