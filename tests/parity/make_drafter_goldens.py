@@ -21,6 +21,7 @@ With a window the two differ on purpose: the unroll keeps the anchor's window, w
 step at a later position sees a window that has moved on, which is what serving engines compute.
 """
 
+# mypy: disable-error-code="import-not-found"
 from __future__ import annotations
 
 import argparse
@@ -42,10 +43,11 @@ from speculators.models.peagle.config import PEagleSpeculatorConfig
 from speculators.proposals.greedy import GreedyTokenProposalConfig
 from transformers import LlamaConfig, Qwen3Config
 
+Model = Any  # PEagleDraftModel or Eagle3DraftModel
 VOCAB, DRAFT_VOCAB, MASK_ID = 96, 40, 7
 NUM_TOKENS = 26
 STEPS = ((9, 5), (21, 3))  # (real rows n, drafted tokens K) of the recorded draft steps
-BASE_LAYER = {
+BASE_LAYER: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 40,
     "num_hidden_layers": 2,
@@ -117,7 +119,9 @@ CASES = (
     Case("peagle_target_width", target_width=24, flags={"fc_norm": True}),
     Case("peagle_target_width_norm_before_fc", target_width=40, flags={"norm_before_fc": True}),
     Case("peagle_four_chunks", layer_ids=(0, 2, 4, 6)),
-    Case("peagle_default_eps", layer={"rms_norm_eps": 1e-6, "num_attention_heads": 2, "head_dim": 16}),
+    Case(
+        "peagle_large_eps", layer={"rms_norm_eps": 0.05, "num_attention_heads": 2, "head_dim": 16}
+    ),
     Case("peagle_flat_logit_scale", flat=True, logit_scale=0.35, flags={"norm_before_fc": True}),
     Case("eagle3_base", flags={"norm_before_residual": True}, layer={"num_hidden_layers": 1}),
     Case("eagle3_two_layers", layer={"num_hidden_layers": 2}),
@@ -144,7 +148,7 @@ def layer_config(case: Case) -> LlamaConfig | Qwen3Config:
     return config
 
 
-def build(case: Case) -> torch.nn.Module:
+def build(case: Case) -> Model:
     """The speculators model of `case` with every parameter random and none trivial."""
     method = "peagle" if case.parallel else "eagle3"
     common = {
@@ -169,25 +173,24 @@ def build(case: Case) -> torch.nn.Module:
         config = Eagle3SpeculatorConfig(architectures=["Eagle3DraftModel"], **common)
         model = eagle3_core.Eagle3DraftModel(config)
     if case.target_width is not None:
-        widen(model, case)
+        widen(model, case.target_width, len(case.layer_ids))
     randomise(model, np.random.default_rng(zlib.crc32(case.name.encode())))
     return model.eval()
 
 
-def widen(model: torch.nn.Module, case: Case) -> None:
+def widen(model: Model, width: int, chunks: int) -> None:
     """Speculators itself only trains drafters as wide as their target: resize what meets it."""
-    width, chunks = case.target_width, len(case.layer_ids)
     norm_class, eps = type(model.norm), model.norm.variance_epsilon
     model.fc = torch.nn.Linear(chunks * width, model.hidden_size, bias=False)
     if model.input_norm is not None:
         model.input_norm = norm_class(chunks * width, eps=eps)
     if model.fc_norm is not None:
         model.fc_norm = torch.nn.ModuleList(norm_class(width, eps=eps) for _ in range(chunks))
-    if case.parallel:
+    if hasattr(model, "mask_hidden"):
         model.mask_hidden = torch.nn.Parameter(torch.empty(1, 1, chunks * width))
 
 
-def randomise(model: torch.nn.Module, rng: np.random.Generator) -> None:
+def randomise(model: Model, rng: np.random.Generator) -> None:
     """Norms in 0.5..1.5, biases of 0.3, kernels that keep the variance; queries and keys larger,
     so that attention is far from uniform. The draft vocabulary is a sorted random subset."""
     for name, parameter in sorted(model.named_parameters()):
@@ -211,7 +214,7 @@ def randomise(model: torch.nn.Module, rng: np.random.Generator) -> None:
         model.t2d[torch.from_numpy(chosen)] = True
 
 
-def feature(model: torch.nn.Module, aux: torch.Tensor, case: Case) -> torch.Tensor:
+def feature(model: Model, aux: torch.Tensor, case: Case) -> torch.Tensor:
     """Chunks of target states [1, T, chunks * width] to drafter features [1, T, hidden]."""
     if not case.layer_ids:
         return aux  # the target's final hidden state is the feature, unprojected
@@ -223,7 +226,7 @@ def feature(model: torch.nn.Module, aux: torch.Tensor, case: Case) -> torch.Tens
     return model.fc(aux)
 
 
-def peagle_step(model: torch.nn.Module, shifted: torch.Tensor, aux: torch.Tensor, n: int, k: int):
+def peagle_step(model: Model, shifted: torch.Tensor, aux: torch.Tensor, n: int, k: int):
     """Logits [n + k - 1, draft_vocab] of one parallel draft step, by speculators' own forward."""
     anchor = torch.cat([torch.arange(n), torch.full((k - 1,), n - 1)])
     depth = torch.cat([torch.zeros(n, dtype=torch.long), torch.arange(1, k)])
@@ -252,7 +255,7 @@ def peagle_step(model: torch.nn.Module, shifted: torch.Tensor, aux: torch.Tensor
 
 
 def eagle3_steps(
-    model: torch.nn.Module, shifted: torch.Tensor, aux: torch.Tensor, n: int, k: int, case: Case
+    model: Model, shifted: torch.Tensor, aux: torch.Tensor, n: int, k: int, case: Case
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits [n + k - 1, draft_vocab] of an autoregressive draft and the k drafted target ids."""
     tokens, features = shifted[:, :n], feature(model, aux[:, :n], case)
@@ -280,7 +283,7 @@ def eagle3_steps(
 
 
 def check_with_unroll(
-    model: torch.nn.Module, shifted: torch.Tensor, aux: torch.Tensor, n: int, logits, drafted
+    model: Model, shifted: torch.Tensor, aux: torch.Tensor, n: int, logits, drafted
 ) -> None:
     """The chain of anchor n-1 in speculators' training unroll gives the same logits."""
     k = len(drafted)
@@ -300,7 +303,7 @@ def check_with_unroll(
     torch.testing.assert_close(torch.stack(seen), logits[n - 1 :], rtol=1e-4, atol=2e-5)
 
 
-def write_config(folder: Path, model: torch.nn.Module, case: Case) -> None:
+def write_config(folder: Path, model: Model, case: Case) -> None:
     """config.json: as speculators writes it, or the flat one of the served checkpoints."""
     if not case.flat:
         model.config.save_pretrained(folder)
@@ -334,7 +337,7 @@ def write_case(case: Case, out: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(zlib.crc32(case.name.encode()) + 1)
     model = build(case)
-    io: dict[str, np.ndarray] = {
+    io: dict[str, Any] = {
         "token_ids": rng.integers(0, VOCAB, NUM_TOKENS).astype(np.int32),
         "steps": np.array(STEPS, np.int32),
     }
@@ -364,8 +367,10 @@ def write_case(case: Case, out: Path) -> None:
             io[f"logits_{s}"] = (logits * case.logit_scale).numpy()
     np.savez(folder / "io.npz", **io)
 
-    left_out = ("verifier_", *(f"{name}." for name in case.lent), *(() if case.layer_ids else ("fc.",)))
-    tensors = {k: v.contiguous() for k, v in model.state_dict().items() if not k.startswith(left_out)}
+    unused = () if case.layer_ids else ("fc.",)
+    left_out = ("verifier_", *unused, *(f"{name}." for name in case.lent))
+    state = model.state_dict()
+    tensors = {k: v.contiguous() for k, v in state.items() if not k.startswith(left_out)}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     write_config(folder, model, case)
     spread = float(np.std(io["logits_0"]))
