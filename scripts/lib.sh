@@ -20,7 +20,7 @@ die() { say "$(basename "$0"): $*"; exit 1; }
 # make_venv: creates $VENV unless it is there.
 make_venv() {
     [ -x "$VENV/bin/python" ] && return
-    command -v "$PYTHON" >/dev/null || die "no interpreter '$PYTHON': set PYTHON to Python 3.11 or newer"
+    "$PYTHON" -c '' || die "interpreter '$PYTHON' does not run: set PYTHON to Python 3.11 or newer"
     "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
         die "$("$PYTHON" --version) is too old: set PYTHON to Python 3.11 or newer"
     say "Creating $VENV with $("$PYTHON" --version)"
