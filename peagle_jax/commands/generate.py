@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from peagle_jax.commands.prompts import Prompt, read_prompts
 from peagle_jax.config import (
@@ -20,10 +20,10 @@ from peagle_jax.config import (
 )
 from peagle_jax.errors import InputError
 
-HELP = "generate text with speculative decoding"
+if TYPE_CHECKING:
+    from peagle_jax.runner import Output
 
-# Fewer drafts than these without an accepted token prove nothing about a drafter.
-WARN_AFTER_DRAFTS = 16
+HELP = "generate text with speculative decoding"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,16 +43,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     models.add_argument(
         "--model", default="smollm2", help="target: a name, folder or hub repository (%(default)s)"
     )
-    models.add_argument("--drafter", help="drafter: a folder or hub repository (the model's own)")
+    models.add_argument(
+        "--drafter",
+        default="auto",
+        help="drafter: a folder or hub repository (the one that ships for the model, if any)",
+    )
     models.add_argument(
         "--dtype",
-        choices=("float32", "bfloat16", "float16"),
+        choices=("float32", "bfloat16"),
         help="dtype of weights and activations (float32 on CPU, bfloat16 on TPU and GPU)",
     )
 
     drafting = parser.add_argument_group("drafting")
     drafting.add_argument(
-        "--method", choices=METHODS, default="p-eagle", help="none = plain decoding (%(default)s)"
+        "--method", choices=METHODS, help="none = plain decoding (the drafter's own)"
     )
     drafting.add_argument(
         "--num-draft-tokens", type=int, default=5, metavar="K", help="drafts a step (%(default)s)"
@@ -70,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="coupled = the same tokens as plain sampling with that seed (%(default)s)",
     )
     drafting.add_argument(
-        "--batch-size", type=int, default=1, metavar="N", help="prompts at a time (%(default)s)"
+        "--batch-size", type=int, default=8, metavar="N", help="prompts at a time (%(default)s)"
     )
 
     defaults = SamplingParams()
@@ -120,7 +124,8 @@ def run(args: argparse.Namespace) -> int:
 
     from peagle_jax import api
 
-    pair = api.load(target=args.model, drafter=args.drafter, dtype=args.dtype)
+    drafter = None if args.method == "none" else args.drafter
+    pair = api.load(target=args.model, drafter=drafter, dtype=args.dtype)
     options: dict[str, Any] = {
         "method": args.method,
         "num_draft_tokens": args.num_draft_tokens,
@@ -129,69 +134,56 @@ def run(args: argparse.Namespace) -> int:
         "raw": args.raw,
     }
     if args.stream:
-        outputs = [_print_stream(api.stream(pair, prompt, params, **options)) for prompt in prompts]
-    else:
-        with _progress_bar(prompts) as progress:
-            outputs = api.generate(
-                pair, prompts, params, batch_size=args.batch_size, progress=progress, **options
-            )
-        for output in outputs:
-            if args.json:
-                print(json.dumps(as_json(output), ensure_ascii=False))
-            else:
-                print(output.text, flush=True)
-                _print_statistics(output)
-    _warn_if_nothing_is_accepted(outputs)
+        for prompt in prompts:
+            _print_stream(api.stream(pair, prompt, params, **options))
+        return 0
+    with _progress_bar(prompts) as progress:
+        outputs = api.generate(
+            pair, prompts, params, batch_size=args.batch_size, progress=progress, **options
+        )
+    for output in outputs:
+        if args.json:
+            print(json.dumps(as_json(output), ensure_ascii=False))
+        else:
+            print(output.text, flush=True)
+            _print_statistics(output)
     return 0
 
 
-def as_json(output: Any) -> dict[str, Any]:
+def as_json(output: Output) -> dict[str, Any]:
     """What `--json` prints for one prompt, in plain Python values."""
     stats = output.stats
     return {
         "text": output.text,
-        "token_ids": [int(token) for token in output.token_ids],
-        "prompt_tokens": int(output.prompt_tokens),
+        "token_ids": output.token_ids,
+        "prompt_tokens": output.prompt_tokens,
         "finish_reason": output.finish_reason,
-        "num_drafts": int(stats.num_drafts),
-        "num_draft_tokens": int(stats.num_draft_tokens),
-        "num_accepted": int(stats.num_accepted),
-        "accepted_per_position": [int(count) for count in stats.accepted_per_position],
-        "acceptance_length": float(stats.acceptance_length),
-        "tokens_per_second": float(stats.tokens_per_second),
-        "compile_seconds": float(stats.compile_seconds),
+        "num_drafts": stats.num_drafts,
+        "num_draft_tokens": stats.num_draft_tokens,
+        "num_accepted": stats.num_accepted,
+        "accepted_per_position": list(stats.accepted_per_position),
+        "acceptance_length": stats.acceptance_length,
+        "tokens_per_second": stats.tokens_per_second,
+        "compile_seconds": stats.compile_seconds,
     }
 
 
-def statistics_line(output: Any) -> str:
-    """One readable line: tokens, speed and, where there were drafts, how many were accepted."""
-    stats = output.stats
-    parts = [f"{len(output.token_ids)} tokens", f"{stats.tokens_per_second:.1f} tokens/s"]
-    if stats.num_drafts:
-        counts = " ".join(str(count) for count in stats.accepted_per_position)
-        parts.append(f"acceptance length {stats.acceptance_length:.2f}")
-        parts.append(f"accepted per position {counts} of {stats.num_drafts}")
-    parts.append(f"compiled in {stats.compile_seconds:.1f} s")
-    return ", ".join(parts)
+def _print_statistics(output: Output) -> None:
+    print(output.stats.line(), file=sys.stderr, flush=True)
 
 
-def _print_statistics(output: Any) -> None:
-    print(statistics_line(output), file=sys.stderr, flush=True)
-
-
-def _print_stream(pieces: Iterator[Any]) -> Any:
+def _print_stream(pieces: Iterator[str | Output]) -> None:
     """Prints text as it comes, then the statistics of the output that ends the stream."""
     for piece in pieces:
-        if not isinstance(piece, str):
+        if isinstance(piece, str):
+            print(piece, end="", flush=True)
+        else:
             print(flush=True)
             _print_statistics(piece)
-            return piece
-        print(piece, end="", flush=True)
-    raise RuntimeError("the stream ended without an output")
 
 
 @contextlib.contextmanager
-def _progress_bar(prompts: list[Prompt]) -> Iterator[Callable[[int], None] | None]:
+def _progress_bar(prompts: list[Prompt]) -> Iterator[Callable[[int, int], None] | None]:
     """A bar on stderr for many prompts, told how many are done; None where it would be noise."""
     if len(prompts) == 1 or not sys.stderr.isatty():
         yield None
@@ -202,15 +194,4 @@ def _progress_bar(prompts: list[Prompt]) -> Iterator[Callable[[int], None] | Non
     columns = ("prompts", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("prompts", total=len(prompts))
-        yield lambda done: bar.update(task, completed=done)
-
-
-def _warn_if_nothing_is_accepted(outputs: list[Any]) -> None:
-    drafts = sum(output.stats.num_drafts for output in outputs)
-    accepted = sum(output.stats.num_accepted for output in outputs)
-    if drafts >= WARN_AFTER_DRAFTS and not accepted:
-        print(
-            f"peagle: warning: acceptance length 1.00: none of {drafts} drafts had a token "
-            "accepted; is this drafter for this target?",
-            file=sys.stderr,
-        )
+        yield lambda done, total: bar.update(task, completed=done)
