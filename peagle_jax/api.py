@@ -1,0 +1,223 @@
+"""The library's front door: `load` a pair, `generate` or `stream` with it."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+
+from peagle_jax import batching, compile_cache, runner
+from peagle_jax.batching import Request
+from peagle_jax.config import (
+    METHODS,
+    DraftSampling,
+    Method,
+    SamplingParams,
+    Verification,
+    check_num_draft_tokens,
+)
+from peagle_jax.decoding.speculate import Speculator
+from peagle_jax.errors import InputError
+from peagle_jax.runner import Output, Pair
+from peagle_jax.text import Prompt, encode_prompt
+
+DEFAULT_DRAFT_TOKENS = 5
+# Target aliases whose drafter ships with the package, under the same name.
+SHIPPED_DRAFTERS = ("smollm2",)
+# Drafts after which an acceptance of nothing at all means a fault, not bad luck.
+SUSPICIOUS_DRAFTS = 64
+
+
+def load(
+    target: str = "smollm2",
+    drafter: str | None = "auto",
+    *,
+    dtype: str | None = None,
+    tokenizer: str | None = None,
+) -> Pair:
+    """Load a target and its drafter.
+
+    Args:
+      target: an alias ("smollm2"), a folder or file (Hugging Face layout, GGUF,
+        safetensors, Orbax written by `peagle convert`), or a hub repository.
+      drafter: the same kinds of source; None for plain decoding only; "auto" takes the
+        drafter that ships with an alias, and none for anything else.
+      dtype: "float32" or "bfloat16"; by default float32 on CPU, bfloat16 elsewhere.
+      tokenizer: where to take it from, if not from the target.
+
+    Raises:
+      InputError: anything wrong with the files, or a drafter for another target.
+    """
+    from peagle_jax.convert import checkpoint
+    from peagle_jax.tokenizer import load_tokenizer
+
+    compile_cache.enable()
+    dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    if dtype not in ("float32", "bfloat16"):
+        raise InputError(f"dtype: found {dtype!r}, expected 'float32' or 'bfloat16'")
+    if drafter == "auto":
+        drafter = target if target in SHIPPED_DRAFTERS else None
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        words = pool.submit(load_tokenizer, tokenizer or target)
+        config, params = checkpoint.load_target(target, dtype=dtype)
+        trees = {"target": params}
+        drafter_config = None
+        if drafter is not None:
+            drafter_config, trees["drafter"] = checkpoint.load_drafter(
+                drafter, target_config=config, dtype=dtype
+            )
+        return Pair(config, drafter_config, trees, words.result(), dtype)
+
+
+def make_speculator(
+    pair: Pair,
+    method: Method | None = None,
+    num_draft_tokens: int = DEFAULT_DRAFT_TOKENS,
+    draft_sampling: DraftSampling = "sample",
+    verify: Verification = "coupled",
+) -> Speculator:
+    """How to decode, checked. `method` None takes the one the drafter was trained for."""
+    if method is None:
+        method = pair.drafter.method if pair.drafter else "none"
+    for name, found, known in (
+        ("method", method, METHODS),
+        ("draft_sampling", draft_sampling, ("greedy", "sample")),
+        ("verify", verify, ("coupled", "rejection")),
+    ):
+        if found not in known:
+            raise InputError(f"{name}: found {found!r}, expected one of {', '.join(known)}")
+    check_num_draft_tokens(num_draft_tokens)
+    if method == "none":
+        return Speculator(pair.target, dtype=pair.dtype)
+    if pair.drafter is None:
+        raise InputError(f"method: found {method!r}, but no drafter is loaded; expected 'none'")
+    if pair.drafter.method != method:
+        raise InputError(
+            f"method: found {method!r}, expected {pair.drafter.method!r}, which the drafter "
+            "was trained for"
+        )
+    return Speculator(
+        pair.target, pair.drafter, method, num_draft_tokens, draft_sampling, verify, pair.dtype
+    )
+
+
+def generate(
+    pair: Pair,
+    prompts: Prompt | Sequence[Prompt],
+    params: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
+    *,
+    method: Method | None = None,
+    num_draft_tokens: int = DEFAULT_DRAFT_TOKENS,
+    draft_sampling: DraftSampling = "sample",
+    verify: Verification = "coupled",
+    batch_size: int = 8,
+    raw: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Output]:
+    """Answer prompts, in their order.
+
+    Args:
+      prompts: strings, chat message lists or token-id lists; one alone is a list of one.
+      params: one for all, or one for each prompt.
+      method, num_draft_tokens, draft_sampling, verify: see `make_speculator`.
+      batch_size: requests that run together.
+      raw: do not apply the chat template to strings.
+      progress: called with (done, total) after each batch.
+
+    Raises:
+      InputError: before anything is compiled.
+    """
+    speculator = make_speculator(pair, method, num_draft_tokens, draft_sampling, verify)
+    if batch_size < 1:
+        raise InputError(f"batch_size: found {batch_size}, expected 1 or more")
+    requests = _requests(pair, prompts, params, raw)
+    outputs: list[Output | None] = [None] * len(requests)
+    done = 0
+    for batch in batching.make_batches(requests, batch_size):
+        stops = any(r.params.stop for r in batch.requests)
+        run = runner.run_in_visits if stops else runner.run_whole
+        for request, output in zip(batch.requests, run(pair, speculator, batch), strict=True):
+            outputs[request.index] = output
+        done += len(batch.requests)
+        if progress:
+            progress(done, len(requests))
+    finished = [output for output in outputs if output is not None]
+    _warn_if_nothing_accepted(finished)
+    return finished
+
+
+def stream(
+    pair: Pair,
+    prompt: Prompt,
+    params: SamplingParams = SamplingParams(),
+    *,
+    method: Method | None = None,
+    num_draft_tokens: int = DEFAULT_DRAFT_TOKENS,
+    draft_sampling: DraftSampling = "sample",
+    verify: Verification = "coupled",
+    raw: bool = False,
+) -> Iterator[str | Output]:
+    """Yield pieces of the answer as they are confirmed, then the Output."""
+    speculator = make_speculator(pair, method, num_draft_tokens, draft_sampling, verify)
+    (batch,) = batching.make_batches(_requests(pair, [prompt], params, raw), 1)
+
+    def pieces() -> Iterator[str | Output]:
+        shown = 0
+        for visit in runner.visits(pair, speculator, batch, num_steps=1):
+            text = visit.streams[0]
+            upto = len(text.text) if visit.over else text.safe_length()
+            if upto > shown:
+                yield text.text[shown:upto]
+                shown = upto
+        outputs = visit.outputs()
+        _warn_if_nothing_accepted(outputs)
+        yield outputs[0]
+
+    return pieces()
+
+
+def _requests(
+    pair: Pair,
+    prompts: Prompt | Sequence[Prompt],
+    params: SamplingParams | Sequence[SamplingParams],
+    raw: bool,
+) -> list[Request]:
+    listed = [prompts] if _is_one_prompt(prompts) else list(prompts)  # type: ignore[list-item]
+    if isinstance(params, SamplingParams):
+        each = [params] * len(listed)
+    else:
+        each = list(params)
+        if len(each) != len(listed):
+            raise InputError(
+                f"params: found {len(each)} entries, expected one, or one for each of the "
+                f"{len(listed)} prompts"
+            )
+    requests = []
+    for index, (prompt, one) in enumerate(zip(listed, each, strict=True)):
+        where = f"prompt {index}"
+        ids = encode_prompt(pair.tokenizer, prompt, raw=raw, where=where)  # type: ignore[arg-type]
+        if one.stop and pair.tokenizer is None:
+            raise InputError(f"{where}: found stop strings, but no tokenizer is loaded")
+        requests.append(Request(index, batching.check_prompt(ids, pair.target, where), one))
+    return requests
+
+
+def _is_one_prompt(prompts: Any) -> bool:
+    if isinstance(prompts, str):
+        return True
+    first = prompts[0] if isinstance(prompts, Sequence) and prompts else None
+    return isinstance(first, (int, dict)) and not isinstance(first, bool)
+
+
+def _warn_if_nothing_accepted(outputs: Sequence[Output]) -> None:
+    """An acceptance length of exactly 1 is how a drafter for another model looks."""
+    drafts = sum(output.stats.num_drafts for output in outputs)
+    if drafts >= SUSPICIOUS_DRAFTS and not any(output.stats.num_accepted for output in outputs):
+        warnings.warn(
+            f"none of {drafts} drafts was accepted: the drafter was probably trained for "
+            "another target, or its layer ids mean other depths",
+            stacklevel=3,
+        )

@@ -1,0 +1,211 @@
+"""Runs a batch of requests: compiles once a size, then one call, or a visit every few steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from peagle_jax.batching import Batch
+from peagle_jax.config import DrafterConfig, ModelConfig
+from peagle_jax.decoding import generate as decode
+from peagle_jax.decoding.speculate import DecodeState, Speculator
+from peagle_jax.metrics import GenerationStats
+from peagle_jax.text import TextStream
+
+# Steps between two looks at the text when stop strings must be found on the host.
+STEPS_A_VISIT = 4
+
+
+@dataclasses.dataclass
+class Pair:
+    """A target, perhaps a drafter, a tokenizer, and what was compiled for them.
+
+    params: {"target": tree, "drafter": tree}.
+    """
+
+    target: ModelConfig
+    drafter: DrafterConfig | None
+    params: dict[str, Any]
+    tokenizer: Any
+    dtype: str
+    compiled: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """One request's answer. finish_reason: "stop" (end of sequence or a stop string) or
+    "length" (max_new_tokens or the end of the context)."""
+
+    text: str
+    token_ids: list[int]
+    prompt_tokens: int
+    finish_reason: str
+    stats: GenerationStats
+
+
+def run_whole(pair: Pair, speculator: Speculator, batch: Batch) -> list[Output]:
+    """One compiled call for the whole batch."""
+    prompts, lengths, table = batch.arrays()
+    run, compile_seconds = _compiled(
+        pair,
+        ("whole", speculator, batch.rows, batch.prompt_size, batch.max_new_tokens),
+        lambda: decode.jit_generate_tokens.lower(
+            pair.params,
+            prompts,
+            lengths,
+            table,
+            speculator=speculator,
+            max_new_tokens=batch.max_new_tokens,
+        ),
+    )
+    begin = time.perf_counter()
+    tokens, counts, stats = jax.device_get(run(pair.params, prompts, lengths, table))
+    seconds = time.perf_counter() - begin
+    outputs = []
+    for row, request in enumerate(batch.requests):
+        ids = tokens[row, : counts[row]].tolist()
+        text = TextStream(pair.tokenizer)
+        text.push(ids)
+        text.finish()
+        reason = "stop" if stats.hit_eos[row] else "length"
+        outputs.append(
+            Output(
+                text.text,
+                ids,
+                len(request.token_ids),
+                reason,
+                _stats(speculator, len(ids), stats, row, seconds, compile_seconds),
+            )
+        )
+    return outputs
+
+
+@dataclasses.dataclass
+class Visit:
+    """What the host sees between steps: the text so far, and counters."""
+
+    batch: Batch
+    speculator: Speculator
+    streams: list[TextStream]
+    counters: decode.TokenStats
+    token_ids: list[list[int]]
+    over: bool
+    seconds: float
+    compile_seconds: float
+
+    def outputs(self) -> list[Output]:
+        """The answers as they stand; complete when `over`."""
+        outputs = []
+        for row, request in enumerate(self.batch.requests):
+            stream, ids = self.streams[row], self.token_ids[row]
+            if stream.stopped:
+                ids = ids[: stream.num_ids]
+            reason = "stop" if stream.stopped or self.counters.hit_eos[row] else "length"
+            stats = _stats(
+                self.speculator,
+                len(ids),
+                self.counters,
+                row,
+                self.seconds,
+                self.compile_seconds,
+            )
+            outputs.append(Output(stream.text, ids, len(request.token_ids), reason, stats))
+        return outputs
+
+
+def run_in_visits(pair: Pair, speculator: Speculator, batch: Batch) -> list[Output]:
+    """Like `run_whole`, looking at the text between steps so that stop strings end a row."""
+    for visit in visits(pair, speculator, batch, num_steps=STEPS_A_VISIT):
+        last = visit
+    return last.outputs()
+
+
+def visits(
+    pair: Pair, speculator: Speculator, batch: Batch, *, num_steps: int
+) -> Iterator[Visit]:
+    """Prefill, then `num_steps` speculative steps between any two visits."""
+    prompts, lengths, table = batch.arrays()
+    sizes = (batch.rows, batch.prompt_size, batch.max_new_tokens)
+    static = {"speculator": speculator, "max_new_tokens": batch.max_new_tokens}
+    prefill, prefill_seconds = _compiled(
+        pair,
+        ("prefill", speculator, *sizes),
+        lambda: decode.jit_prefill.lower(pair.params, prompts, lengths, table, **static),
+    )
+    begin = time.perf_counter()
+    state: DecodeState = prefill(pair.params, prompts, lengths, table)
+    seconds = time.perf_counter() - begin
+    advance, advance_seconds = _compiled(
+        pair,
+        ("advance", speculator, num_steps, *sizes),
+        lambda: decode.jit_advance.lower(
+            pair.params, state, table, lengths, num_steps=num_steps, **static
+        ),
+    )
+    streams = [TextStream(pair.tokenizer, r.params.stop) for r in batch.requests]
+    seen = [0] * len(streams)
+    begin = time.perf_counter() - seconds
+    while True:
+        output, emitted, finished, counters = jax.device_get(
+            (
+                state.output,
+                state.emitted,
+                state.finished,
+                decode.TokenStats(state.hit_eos, state.num_drafts, state.accepted_per_position),
+            )
+        )
+        over = np.array(finished)
+        for row, stream in enumerate(streams):
+            stream.push(output[row, seen[row] : emitted[row]].tolist())
+            seen[row] = int(emitted[row])
+            if finished[row]:
+                stream.finish()
+            over[row] |= stream.stopped
+        yield Visit(
+            batch,
+            speculator,
+            streams,
+            counters,
+            [output[row, : emitted[row]].tolist() for row in range(len(streams))],
+            bool(over.all()),
+            time.perf_counter() - begin,
+            prefill_seconds + advance_seconds,
+        )
+        if over.all():
+            return
+        if (over != finished).any():
+            state = dataclasses.replace(state, finished=jax.numpy.asarray(over))
+        state = advance(pair.params, state, table, lengths)
+
+
+def _compiled(pair: Pair, key: Any, lower: Callable[[], Any]) -> tuple[Any, float]:
+    """The executable for `key` and the seconds it took to get it now (0 when it was there)."""
+    if key in pair.compiled:
+        return pair.compiled[key], 0.0
+    begin = time.perf_counter()
+    pair.compiled[key] = lower().compile()
+    return pair.compiled[key], time.perf_counter() - begin
+
+
+def _stats(
+    speculator: Speculator,
+    tokens: int,
+    counters: decode.TokenStats,
+    row: int,
+    seconds: float,
+    compile_seconds: float,
+) -> GenerationStats:
+    num_drafts = int(counters.num_drafts[row])
+    return GenerationStats(
+        tokens=tokens,
+        num_drafts=num_drafts,
+        num_draft_tokens=num_drafts * speculator.num_draft_tokens,
+        accepted_per_position=tuple(int(a) for a in counters.accepted_per_position[row]),
+        seconds=seconds,
+        compile_seconds=compile_seconds,
+    )

@@ -1,0 +1,124 @@
+"""Between text and token ids: encoding prompts, decoding piece by piece, stop strings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from peagle_jax.errors import InputError
+
+# A string, a chat (list of {"role", "content"}), or token ids.
+Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
+
+_UNFINISHED = "\ufffd"  # what a tokenizer decodes half a character to
+
+
+def encode_prompt(tokenizer: Any, prompt: Prompt, *, raw: bool, where: str = "prompt") -> list[int]:
+    """Token ids of a prompt, the chat template applied to strings unless `raw`.
+
+    `where` names the prompt in errors. Raises InputError for an empty or malformed one.
+    """
+    if isinstance(prompt, str):
+        if not prompt:
+            raise InputError(f"{where}: found an empty prompt, expected text")
+        _need_tokenizer(tokenizer, where)
+        if raw or not getattr(tokenizer, "chat_template", None):
+            return _not_empty(tokenizer(prompt)["input_ids"], where)
+        return encode_prompt(tokenizer, [{"role": "user", "content": prompt}], raw=raw, where=where)
+    if not isinstance(prompt, Sequence) or not prompt:
+        raise InputError(f"{where}: found {prompt!r}, expected text, chat messages or token ids")
+    if all(isinstance(item, Mapping) for item in prompt):
+        for message in prompt:
+            if not {"role", "content"} <= message.keys():  # type: ignore[union-attr]
+                raise InputError(f"{where}: found message {message!r}, expected role and content")
+        _need_tokenizer(tokenizer, where)
+        if not getattr(tokenizer, "chat_template", None):
+            raise InputError(f"{where}: found chat messages, but the tokenizer has no chat template")
+        ids = tokenizer.apply_chat_template(
+            list(prompt), add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        return _not_empty(ids, where)
+    if all(isinstance(item, int) and not isinstance(item, bool) for item in prompt):
+        return [int(item) for item in prompt]  # type: ignore[call-overload]
+    raise InputError(f"{where}: found mixed items, expected text, chat messages or token ids")
+
+
+def _need_tokenizer(tokenizer: Any, where: str) -> None:
+    if tokenizer is None:
+        raise InputError(f"{where}: found text, but no tokenizer is loaded; expected token ids")
+
+
+def _not_empty(ids: Sequence[int], where: str) -> list[int]:
+    if not ids:
+        raise InputError(f"{where}: found no tokens, expected at least one")
+    return list(ids)
+
+
+class TextStream:
+    """Turns a growing list of token ids into text, and ends it at a stop string.
+
+    Decoding ids one by one loses the spaces and characters that span tokens, so a
+    piece is the difference of two decodings that share the few ids before it; half
+    a character waits for the rest of it.
+    """
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._ids: list[int] = []
+        self._anchor = 0  # ids from here on are decoded again for context
+        self._read = 0  # ids up to here are in the text
+        self.text = ""
+        self.stopped = False
+
+    @property
+    def num_ids(self) -> int:
+        """Token ids taken in so far, the one that completed a stop string included."""
+        return len(self._ids)
+
+    def push(self, ids: Sequence[int]) -> None:
+        """Take in more ids; after a stop string was completed the rest is ignored."""
+        for token in ids:
+            if self.stopped:
+                return
+            self._ids.append(token)
+            self._extend(final=False)
+
+    def finish(self) -> None:
+        """No more ids will come: half characters are given out as they are."""
+        if not self.stopped:
+            self._extend(final=True)
+
+    def safe_length(self) -> int:
+        """How much of `text` can be shown now: the rest may be the start of a stop string."""
+        if self.stopped:
+            return len(self.text)
+        held = 0
+        for stop in self._stop:
+            for size in range(min(len(stop) - 1, len(self.text)), held, -1):
+                if self.text.endswith(stop[:size]):
+                    held = size
+                    break
+        return len(self.text) - held
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        if self._tokenizer is None:
+            return ""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def _extend(self, *, final: bool) -> None:
+        before = self._decode(self._ids[self._anchor : self._read])
+        whole = self._decode(self._ids[self._anchor :])
+        if len(whole) <= len(before) or (whole.endswith(_UNFINISHED) and not final):
+            return
+        scanned = len(self.text)
+        self.text += whole[len(before) :]
+        self._anchor, self._read = self._read, len(self._ids)
+        ends = []
+        for stop in self._stop:
+            at = self.text.find(stop, max(0, scanned - len(stop) + 1))
+            if at >= 0:
+                ends.append(at)
+        if ends:
+            self.text = self.text[: min(ends)]
+            self.stopped = True
