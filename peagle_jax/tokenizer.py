@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from peagle_jax.convert import shipped
-from peagle_jax.convert.readers import read_json
-from peagle_jax.convert.sources import locate, smollm2_gguf
+from peagle_jax.convert.base_reader import read_json
+from peagle_jax.convert.sources import locate, tokenizer_files
 from peagle_jax.errors import InputError
 
 # Classes that are a tokenizer.json and nothing else: loaded without AutoTokenizer, whose
@@ -46,14 +46,12 @@ def load_tokenizer(source: str | os.PathLike[str]) -> Any:
     """
     if os.fspath(source) == "smollm2" and not Path(source).exists():
         return _from_folder(shipped.path("smollm2-135m-instruct-tokenizer"))
-    path = locate(source)
-    folder = path if path.is_dir() else path.parent
-    if any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
-        return _from_folder(folder)
-    gguf = path if path.is_file() else next(iter(sorted(path.glob("*.gguf"))), None)
-    if gguf is not None and gguf == smollm2_gguf():
-        return _from_folder(shipped.path("smollm2-135m-instruct-tokenizer"))
-    if gguf is not None and gguf.suffix == ".gguf":
+    path = locate(source, weights=False)
+    files = tokenizer_files(path)
+    if any(file.name in ("tokenizer.json", "tokenizer_config.json") for file in files):
+        return _from_folder(files[0].parent)
+    gguf = next(iter(sorted(path.glob("*.gguf"))), path) if path.is_dir() else path
+    if gguf.suffix == ".gguf":
         return _from_gguf(gguf)
     raise InputError(f"{path}: found no tokenizer, expected tokenizer.json beside the weights")
 

@@ -6,19 +6,19 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, dequantize
 
-from peagle_jax.convert.readers import Reader
+from peagle_jax.convert.base_reader import Reader
 from peagle_jax.errors import InputError
 
 _PLAIN: dict[GGMLQuantizationType, np.dtype[Any]] = {
     GGMLQuantizationType.F32: np.dtype(np.float32),
     GGMLQuantizationType.F16: np.dtype(np.float16),
+    GGMLQuantizationType.BF16: np.dtype(ml_dtypes.bfloat16),
 }
-_QUANTISED = tuple(
-    GGMLQuantizationType[name] for name in ("BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
-)
+_QUANTISED = tuple(GGMLQuantizationType[name] for name in ("Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K"))
 # llama.cpp stores the q and k rows of these architectures reordered for its own RoPE.
 _PERMUTED_ARCHITECTURES = ("llama",)
 
@@ -106,16 +106,26 @@ class GGUFFileReader(Reader):
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
         tensor = self._tensors[name]
         heads = self._permuted_heads(name)
-        data = np.asarray(tensor.data)
         if heads:
-            raw = data[_interleaved_rows(data.shape[0], heads)[start:stop]]
+            stored = _interleaved_rows(self.shape(name)[0], heads)[start:stop]
+            first = int(stored.min())
+            raw = self._raw_rows(name, first, int(stored.max()) + 1)[stored - first]
         else:
-            raw = data[start:stop]
+            raw = self._raw_rows(name, start, stop)
         if tensor.tensor_type in _PLAIN:
-            return raw
-        # As one row: the library loops in Python over groups of rows.
-        flat = dequantize(raw.reshape(1, -1), tensor.tensor_type)
+            flat = raw.view(_PLAIN[tensor.tensor_type])
+        else:  # as one row: the library loops in Python over groups of rows
+            flat = dequantize(raw.reshape(1, -1), tensor.tensor_type)
         return flat.reshape(stop - start, *self.shape(name)[1:])
+
+    def _raw_rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Bytes `[rows, bytes a row]` as stored; read, as pages of a map would count as ours."""
+        tensor = self._tensors[name]
+        row = int(tensor.n_bytes) // self.shape(name)[0]
+        offset = int(tensor.data_offset) + start * row
+        return np.fromfile(self.path, np.uint8, (stop - start) * row, offset=offset).reshape(
+            stop - start, row
+        )
 
     def _permuted_heads(self, name: str) -> int:
         """Heads whose rows are reordered in this tensor; 0 = none."""

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from peagle_jax.config import DrafterConfig, ModelConfig
-from peagle_jax.convert.readers import Reader, row_chunks
+from peagle_jax.convert.base_reader import Reader, row_chunks
 
 Rules = tuple[tuple[str, str], ...]
 
@@ -41,6 +41,7 @@ CANONICAL: dict[str, Rules] = {
     "speculators": _DRAFTER_NAMES,
     "nemo": _DRAFTER_NAMES,
     "eagle3": _DRAFTER_NAMES,
+    "orbax": (),
 }
 # Parameter paths to canonical names: the first rule that matches.
 _COMMON: Rules = (
@@ -57,6 +58,7 @@ DRAFTER_PATHS: Rules = (
     (r"^mask_hidden$", "mask_hidden"),
     (r"^draft_to_target$", "d2t"),
 )
+ORBAX_PATHS: Rules = ((r"^(.+)$", r"\1"),)  # Orbax checkpoints keep the parameters' own names
 # Canonical names that carry nothing the parameters need.
 _IGNORABLE = (
     r"rotary_emb\.inv_freq$",
@@ -89,7 +91,7 @@ class LazyTensor:
 
     def chunks(self) -> list[tuple[int, int]]:
         """(start, stop) row ranges that cover the tensor, small enough for the cache."""
-        return row_chunks(self.shape, max(self.dtype.itemsize, 4))
+        return row_chunks(self.shape, self.dtype, self.reader.chunk_bytes)
 
     def rows(self, start: int, stop: int) -> np.ndarray:
         """Rows `[start, stop)` in the parameter's dtype. Raises InputError on NaN or Inf."""
@@ -97,11 +99,19 @@ class LazyTensor:
         self.reader.check_finite(self.name, rows)
         return rows
 
-    def read(self) -> np.ndarray:
-        """The whole parameter, chunk by chunk, in memory that JAX can adopt without a copy."""
-        out = aligned_empty(self.shape, self.dtype)
-        for start, stop in self.chunks():
-            out[start:stop] = self.rows(start, stop)
+    def part(self, index: tuple[slice, ...] | None = None) -> np.ndarray:
+        """A box of the parameter (all of it by default), read chunk by chunk.
+
+        It lies in memory that JAX on CPU adopts without a copy.
+        """
+        outer, *inner = index or (slice(None),)
+        start, stop, _ = outer.indices(self.shape[0])
+        shape = [len(range(*s.indices(n))) for s, n in zip(inner, self.shape[1:], strict=False)]
+        out = aligned_empty((stop - start, *shape, *self.shape[1 + len(inner) :]), self.dtype)
+        for first, last in self.chunks():
+            first, last = max(first, start), min(last, stop)
+            if first < last:
+                out[first - start : last - start] = self.rows(first, last)[:, *inner]
         return out
 
 
@@ -132,7 +142,8 @@ def target_tensors(
     missing, unexpected or wrongly shaped tensors.
     """
     ignorable = (r"^lm_head\.weight$",) if config.tie_embeddings else ()
-    return _match(reader, canonical(reader, layout), TARGET_PATHS, abstract, ignorable)
+    paths = ORBAX_PATHS if layout == "orbax" else TARGET_PATHS
+    return _match(reader, canonical(reader, layout), paths, abstract, ignorable)
 
 
 def drafter_tensors(
@@ -147,7 +158,8 @@ def drafter_tensors(
     ignorable = [] if config.has_fc else [r"^fc\.weight$"]  # vLLM drops it too
     if config.draft_vocab_size == config.vocab_size:
         ignorable.append(r"^d2t$")
-    tensors = _match(reader, names, DRAFTER_PATHS, abstract, tuple(ignorable))
+    paths = ORBAX_PATHS if layout == "orbax" else DRAFTER_PATHS
+    tensors = _match(reader, names, paths, abstract, tuple(ignorable))
     if "d2t" in names:
         _check_draft_vocabulary(reader, names["d2t"], config)
     return tensors

@@ -14,23 +14,26 @@ from peagle_jax.errors import InputError
 Kind = Literal["target", "drafter"]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
-_PICKLES = ["pytorch_model*.bin", "pytorch_model.bin.index.json"]
-_TEXTS = [
-    "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json",
-    "vocab.json", "merges.txt", "*.jinja",
-]  # fmt: skip
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+_PICKLES = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
+_CONFIGS = ("config.json", "generation_config.json")
+# Chat templates come as chat_template.jinja or, older, as chat_template.json.
+_TOKENIZER = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+    "chat_template*",
+)  # fmt: skip
 
 SMOLLM2_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
-def locate(source: str | os.PathLike[str], kind: Kind = "target") -> Path:
+def locate(source: str | os.PathLike[str], kind: Kind = "target", *, weights: bool = True) -> Path:
     """The file or folder of `source`.
 
     Args:
         source: a path; the alias "smollm2"; or a hub repository `org/name`, which is
             downloaded into the Hugging Face cache unless it is there.
         kind: what the alias stands for: the model or its shipped drafter.
+        weights: False fetches a hub repository's small files alone.
 
     Raises InputError where there is nothing, or no network to fetch it.
     """
@@ -41,7 +44,7 @@ def locate(source: str | os.PathLike[str], kind: Kind = "target") -> Path:
     if name == "smollm2":
         return _smollm2_target() if kind == "target" else shipped.path("smollm2-135m-p-eagle")
     if _HUB_ID.fullmatch(name) and not path.is_absolute():
-        return _from_hub(name)
+        return _from_hub(name, weights)
     raise InputError(
         f"{name}: found no such file or folder, expected a checkpoint, the name smollm2 "
         "or a hub repository org/name"
@@ -69,13 +72,25 @@ def _smollm2_target() -> Path:
         ) from None
 
 
-def _from_hub(repository: str) -> Path:
+def tokenizer_files(path: Path) -> list[Path]:
+    """The tokenizer's files that belong to a checkpoint file or folder; none if it has none."""
+    folder = path if path.is_dir() else path.parent
+    found = {file for pattern in _TOKENIZER for file in folder.glob(pattern) if file.is_file()}
+    if not found and path == smollm2_gguf():
+        return tokenizer_files(shipped.path("smollm2-135m-instruct-tokenizer"))
+    return sorted(found)
+
+
+def _from_hub(repository: str, weights: bool = True) -> Path:
     from huggingface_hub import snapshot_download
 
+    wanted = [*_CONFIGS, *_TOKENIZER]
     try:
-        folder = Path(snapshot_download(repository, allow_patterns=_WEIGHTS + _TEXTS))
-        if not any(folder.glob("*.safetensors")):
-            folder = Path(snapshot_download(repository, allow_patterns=_PICKLES + _TEXTS))
+        folder = Path(
+            snapshot_download(repository, allow_patterns=wanted + list(_WEIGHTS if weights else ()))
+        )
+        if weights and not any(folder.glob("*.safetensors")):
+            snapshot_download(repository, allow_patterns=[*wanted, *_PICKLES])
     except Exception as error:  # the hub client raises its own, httpx's and the system's errors
         raise InputError(
             f"{repository}: found no such folder and no way to fetch it from the hub "

@@ -1,0 +1,61 @@
+"""Checkpoints written back in PyTorch's world: config.json and model.safetensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from peagle_jax.config import DrafterConfig, ModelConfig
+from peagle_jax.convert import layouts
+from peagle_jax.convert.config_writers import drafter_json, target_json
+from peagle_jax.convert.layouts import LazyTensor
+from peagle_jax.convert.opening import Checkpoint
+from peagle_jax.convert.safetensors_file import Output, write_safetensors
+
+
+def write_huggingface(folder: Path, opened: Checkpoint, max_positions: int) -> None:
+    """Writes a drafter in vLLM's layout, a target in Hugging Face's.
+
+    `max_positions` goes into a drafter's config.json, whose network has no limit itself.
+    """
+    dtype = next(t.dtype.name for p, t in opened.tensors.items() if p.endswith("norm.scale"))
+    if isinstance(opened.config, ModelConfig):
+        config = target_json(opened.config, dtype)
+        paths = layouts.TARGET_PATHS
+    else:
+        config = drafter_json(opened.config, dtype, max_positions)
+        paths = layouts.DRAFTER_PATHS
+    outputs = {}
+    for path, tensor in opened.tensors.items():
+        outputs[layouts.tensor_name(path, paths)] = Output(
+            tensor.shape, tensor.dtype, _chunks(tensor)
+        )
+    if isinstance(opened.config, DrafterConfig):
+        _to_vllm(outputs, opened.config, opened.tensors)
+    write_safetensors(folder / "model.safetensors", outputs)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _to_vllm(
+    outputs: dict[str, Output], config: DrafterConfig, tensors: dict[str, LazyTensor]
+) -> None:
+    """The tensors that vLLM keeps in another form than the parameters do."""
+    if "mask_hidden" in outputs:
+        mask_hidden = outputs["mask_hidden"]
+        shape = (1, 1, *mask_hidden.shape)
+        outputs["mask_hidden"] = Output(shape, mask_hidden.dtype, mask_hidden.chunks)
+    if "d2t" in outputs:
+        ids = tensors["draft_to_target"].part().astype(np.int64)
+        offsets = ids - np.arange(len(ids))
+        used = np.zeros(config.vocab_size, np.bool_)
+        used[ids] = True
+        for name, array in (("d2t", offsets), ("t2d", used)):
+            outputs[name] = Output(array.shape, array.dtype, [array])
+
+
+def _chunks(tensor: LazyTensor) -> Iterator[np.ndarray]:
+    for start, stop in tensor.chunks():
+        yield tensor.rows(start, stop)

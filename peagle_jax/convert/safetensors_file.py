@@ -1,0 +1,148 @@
+"""Safetensors files as named tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import struct
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from peagle_jax.convert.base_reader import Reader, one_line, parse_json
+from peagle_jax.errors import InputError
+
+DTYPES = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "BOOL": np.dtype(np.bool_),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Entry:
+    """Where a tensor lies: `offset` bytes into `shard`."""
+
+    shard: Path
+    storage: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+class SafetensorsReader(Reader):
+    """One .safetensors file, or the shards that an index names.
+
+    The library checks the files and this class reads them: a memory map, which the library
+    uses, would count every page that was ever touched as this process's memory.
+    """
+
+    format = "safetensors"
+
+    def __init__(self, path: Path, shards: list[Path], index: Mapping[str, str] | None = None):
+        self.path = path
+        self.files = shards
+        self._entries: dict[str, _Entry] = {}
+        for shard in shards:
+            for name, entry in _entries(shard).items():
+                if name in self._entries:
+                    other = self._entries[name].shard.name
+                    raise self.fail(
+                        f"{name}: found in both {other} and {shard.name}, expected once"
+                    )
+                self._entries[name] = entry
+        for name, shard_name in (index or {}).items():
+            found = self._entries[name].shard.name if name in self._entries else "no such tensor"
+            if found != Path(shard_name).name:
+                raise self.fail(f"{name}: found {found}, expected it in {shard_name} (the index)")
+
+    def names(self) -> list[str]:
+        return list(self._entries)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._entries[name].shape
+
+    def dtype(self, name: str) -> np.dtype:
+        return DTYPES[self.storage(name)]
+
+    def storage(self, name: str) -> str:
+        return self._entries[name].storage
+
+    def rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        entry, dtype = self._entries[name], self.dtype(name)
+        row = int(np.prod(entry.shape[1:], dtype=np.int64))
+        offset = entry.offset + start * row * dtype.itemsize
+        flat = np.fromfile(entry.shard, dtype, (stop - start) * row, offset=offset)
+        return flat.reshape(stop - start, *entry.shape[1:])
+
+
+def _entries(shard: Path) -> dict[str, _Entry]:
+    try:
+        with safe_open(shard, framework="np"):
+            pass
+        with shard.open("rb") as file:
+            (size,) = struct.unpack("<Q", file.read(8))
+            header = parse_json(file.read(size), shard)
+    except (SafetensorError, OSError) as error:
+        raise InputError(
+            f"{shard}: found {one_line(error)}, expected a whole safetensors file"
+        ) from None
+    header.pop("__metadata__", None)
+    for name, entry in header.items():
+        if entry["dtype"] not in DTYPES:
+            raise InputError(
+                f"{shard}: {name}: found dtype {entry['dtype']}, "
+                f"expected one of {', '.join(DTYPES)}"
+            )
+    return {
+        name: _Entry(shard, e["dtype"], tuple(e["shape"]), 8 + size + e["data_offsets"][0])
+        for name, e in header.items()
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """One tensor to be written: `chunks` give its values in order, cut anywhere."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    chunks: Iterable[np.ndarray]
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+def write_safetensors(path: Path, outputs: Mapping[str, Output]) -> None:
+    """Writes a safetensors file, one chunk of one tensor in memory at a time.
+
+    The library writes tensors that are all in memory. The order is the library's, widest
+    dtype first and then by name, so that the same tensors give the same bytes.
+    """
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    rank = {"I64": 0, "F32": 1, "I32": 2, "F16": 3, "BF16": 4, "BOOL": 5}
+    order = sorted(outputs, key=lambda name: (rank[names[outputs[name].dtype]], name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name in order:
+        output = outputs[name]
+        header[name] = {
+            "dtype": names[output.dtype],
+            "shape": list(output.shape),
+            "data_offsets": [offset, offset + output.nbytes],
+        }
+        offset += output.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for name in order:
+            for chunk in outputs[name].chunks:
+                file.write(np.ascontiguousarray(chunk).tobytes())
