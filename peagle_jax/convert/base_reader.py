@@ -18,7 +18,9 @@ import numpy as np
 
 from peagle_jax.errors import InputError
 
-CHUNK_BYTES = 1 << 20  # a chunk of this size stays in the CPU's cache while it is converted
+# A chunk of this size stays in a core's own cache while it is converted (measured on
+# SmolLM2's Q4_1 GGUF: 1.0 s, against 1.7 s with chunks of 1 MiB).
+CHUNK_BYTES = 1 << 18
 
 # Bits that are all set exactly in Inf and NaN, by dtype.
 _EXPONENT_BITS: dict[np.dtype, np.unsignedinteger] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from peagle_jax.config import DrafterConfig, ModelConfig
 from peagle_jax.convert import layouts
 from peagle_jax.convert.conversion import convert
 from peagle_jax.convert.inspection import Inspection, inspect
+from peagle_jax.convert.layouts import LazyTensor
 from peagle_jax.convert.opening import Checkpoint, open_checkpoint
 
 __all__ = ["Inspection", "convert", "inspect", "load_drafter", "load_target"]
@@ -20,6 +22,9 @@ Params = dict[str, Any]
 # One sharding for all, a tree of them like the parameters, or a function from the
 # abstract parameters to such a tree.
 Shardings = jax.sharding.Sharding | Mapping[str, Any] | Callable[[Any], Any]
+
+
+_MAX_THREADS = 8  # a host copy of a tensor each, until it is on the device
 
 
 def load_target(
@@ -71,18 +76,18 @@ def load_drafter(
 
 
 def to_device(opened: Checkpoint, sharding: Shardings | None = None) -> Params:
-    """Reads an opened checkpoint's parameters into JAX arrays, one tensor at a time."""
-    if sharding is None:
-        return layouts.unflatten(
-            {path: jax.device_put(tensor.part()) for path, tensor in opened.tensors.items()}
-        )
-    placed = resolve_shardings(sharding, abstract_tree(opened))
-    return layouts.unflatten(
-        {
-            path: jax.make_array_from_callback(tensor.shape, placed[path], tensor.part)
-            for path, tensor in opened.tensors.items()
-        }
-    )
+    """Reads an opened checkpoint's parameters into JAX arrays, a few tensors at a time."""
+    placed = resolve_shardings(sharding, abstract_tree(opened)) if sharding is not None else {}
+
+    def load(path: str, tensor: LazyTensor) -> jax.Array:
+        if path not in placed:
+            return jax.device_put(tensor.part())
+        return jax.make_array_from_callback(tensor.shape, placed[path], tensor.part)
+
+    # Dequantising and first-touch page faults are the cost: both go on beside each other.
+    with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
+        arrays = pool.map(load, opened.tensors, opened.tensors.values())
+        return layouts.unflatten(dict(zip(opened.tensors, arrays, strict=True)))
 
 
 def abstract_tree(opened: Checkpoint) -> Params:

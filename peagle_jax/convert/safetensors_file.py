@@ -127,7 +127,7 @@ def write_safetensors(path: Path, outputs: Mapping[str, Output]) -> None:
     dtype first and then by name, so that the same tensors give the same bytes.
     """
     names = {dtype: name for name, dtype in DTYPES.items()}
-    rank = {"I64": 0, "F32": 1, "I32": 2, "F16": 3, "BF16": 4, "BOOL": 5}
+    rank = {"I64": 0, "F32": 1, "I32": 2, "BF16": 3, "F16": 4, "BOOL": 5}
     order = sorted(outputs, key=lambda name: (rank[names[outputs[name].dtype]], name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
