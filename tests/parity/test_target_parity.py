@@ -127,9 +127,9 @@ class Pair:
         for b, (expected_logits, streams) in enumerate(self.expected):
             rows = slice(start[b], start[b] + count[b])
             features = np.concatenate([streams[i][rows] for i in AUX_LAYER_IDS], axis=-1)
-            close = {"rtol": 0, "atol": TOLERANCE}
-            np.testing.assert_allclose(logits[b, : count[b]], expected_logits[rows], **close)
-            np.testing.assert_allclose(out.features[b, : count[b]], features, **close)
+            found_logits, found_features = logits[b, : count[b]], out.features[b, : count[b]]
+            np.testing.assert_allclose(found_logits, expected_logits[rows], rtol=0, atol=TOLERANCE)
+            np.testing.assert_allclose(found_features, features, rtol=0, atol=TOLERANCE)
 
 
 @pytest.fixture(scope="module", params=CASES)
