@@ -6,11 +6,12 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from peagle_jax.commands.prompts import Prompt, read_prompts
+from peagle_jax.commands.progress import progress_bar
+from peagle_jax.commands.prompts import read_prompts
 from peagle_jax.config import (
     METHODS,
     DraftSampling,
@@ -137,7 +138,8 @@ def run(args: argparse.Namespace) -> int:
         for prompt in prompts:
             _print_stream(api.stream(pair, prompt, params, **options))
         return 0
-    with _progress_bar(prompts) as progress:
+    bar = progress_bar("prompts") if len(prompts) > 1 else contextlib.nullcontext()
+    with bar as progress:
         outputs = api.generate(
             pair, prompts, params, batch_size=args.batch_size, progress=progress, **options
         )
@@ -180,18 +182,3 @@ def _print_stream(pieces: Iterator[str | Output]) -> None:
         else:
             print(flush=True)
             _print_statistics(piece)
-
-
-@contextlib.contextmanager
-def _progress_bar(prompts: list[Prompt]) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar on stderr for many prompts, told how many are done; None where it would be noise."""
-    if len(prompts) == 1 or not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
-
-    columns = ("prompts", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("prompts", total=len(prompts))
-        yield lambda done, total: bar.update(task, completed=done)
