@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, dequantize
 
-from peagle_jax.convert.base_reader import Reader
+from peagle_jax.convert.base_reader import Reader, one_line
 from peagle_jax.errors import InputError
 
 _PLAIN: dict[GGMLQuantizationType, np.dtype[Any]] = {
@@ -19,6 +19,8 @@ _PLAIN: dict[GGMLQuantizationType, np.dtype[Any]] = {
     GGMLQuantizationType.BF16: np.dtype(ml_dtypes.bfloat16),
 }
 _QUANTISED = tuple(GGMLQuantizationType[name] for name in ("Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K"))
+# What the library's parser raises on a file that is damaged or cut short.
+_PARSE_ERRORS = (ValueError, LookupError, OSError, OverflowError, MemoryError, struct.error)
 # llama.cpp stores the q and k rows of these architectures reordered for its own RoPE.
 _PERMUTED_ARCHITECTURES = ("llama",)
 
@@ -30,7 +32,7 @@ class _FastGGUFReader(GGUFReader):
     vocabulary. If it ever stops calling this method, reading is slower and still right.
     """
 
-    def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+    def _get_field_parts(self, orig_offs: int, raw_type: Any) -> Any:
         if GGUFValueType(raw_type) != GGUFValueType.ARRAY:
             return super()._get_field_parts(orig_offs, raw_type)
         element_type = self._get(orig_offs, np.uint32)
@@ -64,9 +66,15 @@ class GGUFFileReader(Reader):
         self.files = [path]
         try:
             self._gguf = _FastGGUFReader(path)
-        except Exception as error:  # whatever its parser trips over, the file is not whole
-            detail = " ".join(str(error).split()) or type(error).__name__
-            raise InputError(f"{path}: found {detail}, expected a whole GGUF file") from None
+            self.config = {
+                key: field.contents()
+                for key, field in self._gguf.fields.items()
+                if len(field.data) < 1000  # not the vocabulary
+            }
+        except _PARSE_ERRORS as error:
+            raise InputError(
+                f"{path}: found {one_line(error)}, expected a whole GGUF file"
+            ) from None
         self._tensors = {tensor.name: tensor for tensor in self._gguf.tensors}
         if self.metadata("split.count", 1) != 1:
             raise self.fail("split.count: found more than one part, expected a single file")
@@ -76,11 +84,6 @@ class GGUFFileReader(Reader):
                 raise self.fail(
                     f"{name}: found type {tensor.tensor_type.name}, expected one of {expected}"
                 )
-        self.config = {
-            key: field.contents()
-            for key, field in self._gguf.fields.items()
-            if len(field.data) < 1000  # not the vocabulary
-        }
 
     def metadata(self, key: str, default: Any = None) -> Any:
         """A metadata value, the long arrays (tokens, merges) included."""
