@@ -56,3 +56,14 @@ def test_nothing_else_is_inside(wheel):
 
 def test_command_is_registered(wheel):
     assert "peagle = peagle_jax.cli:main" in wheel[1]
+
+
+def test_readme_tree_names_every_file_of_the_library():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    tree = readme[readme.index("## What is where") :]
+    missing = [
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "peagle_jax").rglob("*.py")
+        if path.name != "__init__.py" and f" {path.name} " not in tree
+    ]
+    assert missing == []
