@@ -18,7 +18,7 @@ VOCAB, DRAFT_VOCAB, LAYERS = 40, 12, 2
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
 TARGET = ModelConfig(
-    block=BlockConfig(HIDDEN, INTERMEDIATE, 6, HEADS, KV_HEADS, HEAD_DIM),
+    block=BlockConfig(HIDDEN, INTERMEDIATE, 8, HEADS, KV_HEADS, HEAD_DIM),
     vocab_size=VOCAB,
     max_positions=64,
 )

@@ -1,0 +1,187 @@
+"""Hugging Face configs to ModelConfig: each family's rules, both homes of RoPE, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from peagle_jax.config import BlockConfig, ModelConfig, RopeConfig
+from peagle_jax.convert.config_writers import target_json
+from peagle_jax.convert.configs import TARGET_FAMILIES, model_config
+from peagle_jax.errors import InputError
+
+BASE: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "vocab_size": 100,
+}
+
+
+def read(**changes: Any) -> ModelConfig:
+    return model_config({**BASE, **changes}, "config.json")
+
+
+def test_defaults_are_those_of_the_llama_class() -> None:
+    assert read() == ModelConfig(
+        block=BlockConfig(32, 48, 3, 4, 4, 8, rms_norm_eps=1e-6, rope=RopeConfig(10_000.0)),
+        vocab_size=100,
+        max_positions=2048,
+    )
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "expected"),
+    [
+        ("LlamaForCausalLM", {"attention_bias": True}, (True, True, False, False)),
+        ("LlamaForCausalLM", {"mlp_bias": True}, (False, False, True, False)),
+        ("MistralForCausalLM", {"attention_bias": True}, (False, False, False, False)),
+        ("Qwen2ForCausalLM", {}, (True, False, False, False)),
+        ("Qwen3ForCausalLM", {}, (False, False, False, True)),
+        ("Qwen3ForCausalLM", {"attention_bias": True}, (True, True, False, True)),
+    ],
+)
+def test_biases_and_norms(
+    architecture: str, changes: dict[str, Any], expected: tuple[bool, ...]
+) -> None:
+    block = read(architectures=[architecture], **changes).block
+    assert (block.qkv_bias, block.out_bias, block.mlp_bias, block.qk_norm) == expected
+
+
+def test_head_dim() -> None:
+    assert read(head_dim=6).block.head_dim == 6
+    assert read(head_dim=None).block.head_dim == 8
+    assert read(architectures=["Qwen3ForCausalLM"]).block.head_dim == 128
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"rope_theta": 5e5}, RopeConfig(5e5)),
+        ({"rope_theta": 5e5, "rope_scaling": None}, RopeConfig(5e5)),
+        ({"rope_theta": 5e5, "rope_scaling": LLAMA3}, RopeConfig(5e5, "llama3", 8.0, 1.0, 4.0, 64)),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, RopeConfig(1e4, "linear", 2.0)),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, RopeConfig(1e6)),
+        (
+            {"rope_parameters": {**LLAMA3, "rope_theta": 1e6}},
+            RopeConfig(1e6, "llama3", 8.0, 1.0, 4.0, 64),
+        ),
+    ],
+)
+def test_rope(changes: dict[str, Any], expected: RopeConfig) -> None:
+    assert read(**changes).block.rope == expected
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "expected"),
+    [
+        ("MistralForCausalLM", {"sliding_window": 7}, (7, 7, 7)),
+        ("MistralForCausalLM", {"sliding_window": None}, ()),
+        ("LlamaForCausalLM", {"sliding_window": 7}, ()),
+        ("Qwen2ForCausalLM", {"sliding_window": 7, "use_sliding_window": False}, ()),
+        ("Qwen2ForCausalLM", {"sliding_window": 7}, ()),
+        (
+            "Qwen2ForCausalLM",
+            {"sliding_window": 7, "use_sliding_window": True, "max_window_layers": 2},
+            (None, None, 7),
+        ),
+        (
+            "Qwen3ForCausalLM",
+            {
+                "sliding_window": 7,
+                "use_sliding_window": True,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            },
+            (7, None, 7),
+        ),
+    ],
+)
+def test_windows(
+    architecture: str, changes: dict[str, Any], expected: tuple[int | None, ...]
+) -> None:
+    assert read(architectures=[architecture], **changes).block.windows == expected
+
+
+def test_eos_ids_of_both_files_count_once() -> None:
+    config = {**BASE, "eos_token_id": 3, "bos_token_id": 1}
+    found = model_config(config, "config.json", {"eos_token_id": [7, 3]})
+    assert (found.bos_token_id, found.eos_token_ids) == (1, (3, 7))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"architectures": ["GPT2LMHeadModel"]},
+            "architectures: found 'GPT2LMHeadModel', expected",
+        ),
+        ({"architectures": None}, "architectures: found None, expected one of LlamaForCausalLM"),
+        ({"hidden_size": None}, "hidden_size: found None, expected a whole number"),
+        ({"vocab_size": "many"}, "vocab_size: found 'many', expected a whole number"),
+        ({"hidden_act": "gelu"}, "hidden_act: found 'gelu', expected 'silu'"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2}},
+            "rope_scaling: found rope type 'yarn'",
+        ),
+        ({"rope_parameters": {"full_attention": {}}}, "expected one of default.*for all layers"),
+        (
+            {"rope_scaling": {"type": "linear"}},
+            "rope_scaling.factor: found None, expected a number",
+        ),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: found 0.5, expected 1.0"),
+        ({"num_key_value_heads": 3}, "num_heads: found 4, expected a multiple of num_kv_heads = 3"),
+        ({"num_hidden_layers": 0}, "num_layers: found 0, expected 1 or more"),
+        (
+            {
+                "architectures": ["Qwen3ForCausalLM"],
+                "layer_types": ["linear_attention"] * 3,
+                "sliding_window": 7,
+                "use_sliding_window": True,
+            },
+            "layer_types: found .*linear_attention.*expected 3 of full_attention or sliding",
+        ),
+    ],
+)
+def test_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=rf"^config\.json: .*{message}") as info:
+        read(**changes)
+    assert "\n" not in str(info.value)
+
+
+@pytest.mark.parametrize("architecture", list(TARGET_FAMILIES))
+@pytest.mark.parametrize("rope", [{}, {"rope_theta": 5e5, "rope_scaling": LLAMA3}])
+@pytest.mark.parametrize("tied", [False, True])
+def test_written_config_reads_back(architecture: str, rope: dict[str, Any], tied: bool) -> None:
+    config = read(
+        architectures=[architecture],
+        num_key_value_heads=2,
+        head_dim=6,
+        sliding_window=7,
+        use_sliding_window=True,
+        max_window_layers=1,
+        eos_token_id=[2, 5],
+        bos_token_id=1,
+        tie_word_embeddings=tied,
+        **rope,
+    )
+    written = target_json(config, "float32")
+    assert written["architectures"] == [architecture]
+    assert model_config(written, "config.json") == config
+
+
+def test_mix_that_no_family_has_is_not_written() -> None:
+    block = BlockConfig(32, 48, 2, 4, 4, 8, out_bias=True)
+    with pytest.raises(InputError, match="found a mix of biases"):
+        target_json(ModelConfig(block, 100, 64), "float32")
