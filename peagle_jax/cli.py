@@ -68,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     130 interrupted; 141 the reader of stdout went away. argparse exits by itself, with 2
     for a command line that it does not understand.
     """
+    # Without torch, transformers advises that it has no models; only its tokenizers are used.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
         try:
