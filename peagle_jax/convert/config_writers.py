@@ -30,7 +30,7 @@ def target_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
     return {
         "architectures": fitting[:1],
         "model_type": fitting[0].removesuffix("ForCausalLM").lower(),
-        **_block_json(block),
+        **_block_json(block, TARGET_FAMILIES[fitting[0]].layer_types),
         "vocab_size": config.vocab_size,
         "max_position_embeddings": config.max_positions,
         "tie_word_embeddings": config.tie_embeddings,
@@ -49,7 +49,7 @@ def drafter_json(config: DrafterConfig, dtype: str, max_positions: int) -> dict[
     written = {
         "architectures": [_DRAFTER_ARCHITECTURES[config.block.qk_norm, config.parallel]],
         "model_type": "qwen3" if config.block.qk_norm else "llama",
-        **_block_json(config.block),
+        **_block_json(config.block, layer_types=True),
         "vocab_size": config.vocab_size,
         "draft_vocab_size": config.draft_vocab_size,
         "target_hidden_size": config.target_hidden_size,
@@ -89,7 +89,7 @@ def _fits(family: Family, block: BlockConfig) -> bool:
     )
 
 
-def _block_json(block: BlockConfig) -> dict[str, Any]:
+def _block_json(block: BlockConfig, layer_types: bool) -> dict[str, Any]:
     rope = block.rope
     written: dict[str, Any] = {
         "hidden_size": block.hidden_size,
@@ -118,7 +118,8 @@ def _block_json(block: BlockConfig) -> dict[str, Any]:
         if len(sizes) > 1:
             raise InputError(f"windows: found sizes {sizes}, expected one size")
         written["sliding_window"] = sizes[0]
-        written["layer_types"] = [
-            "sliding_attention" if window else "full_attention" for window in block.windows
-        ]
+        if layer_types:
+            written["layer_types"] = [
+                "sliding_attention" if window else "full_attention" for window in block.windows
+            ]
     return written

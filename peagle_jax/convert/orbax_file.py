@@ -64,9 +64,10 @@ def write_params(
             return []
 
     registry = ocp.type_handlers.create_type_handler_registry((LazyTensor, LazyTensorHandler()))
-    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, type_handler_registry=registry)
-    with _quiet_orbax(), ocp.Checkpointer(handler) as checkpointer:
-        checkpointer.save((folder / PARAMS).absolute(), unflatten(tensors))
+    with _quiet_orbax():
+        handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, type_handler_registry=registry)
+        with ocp.Checkpointer(handler) as checkpointer:
+            checkpointer.save((folder / PARAMS).absolute(), unflatten(tensors))
 
 
 async def _write_tensor(folder: Path, tensor: LazyTensor) -> None:
@@ -111,8 +112,11 @@ class OrbaxReader(Reader):
                 f"{path / MANIFEST}: format, format_version: found {manifest.get('format')!r}, "
                 f"{version!r}, expected {FORMAT!r}, {FORMAT_VERSION}"
             )
+        entries = manifest.get("tensors")
+        if not isinstance(entries, dict):
+            raise InputError(f"{path / MANIFEST}: tensors: found {entries!r}, expected an object")
         self._stores: dict[str, Any] = {}
-        for name, entry in manifest["tensors"].items():
+        for name, entry in entries.items():
             try:
                 store = ts.open(_spec(path / PARAMS / name), read=True).result()
             except ValueError as error:

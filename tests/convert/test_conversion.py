@@ -1,0 +1,287 @@
+"""Conversion there and back: bit-exact, atomic, refusing what it must."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from peagle_jax.convert import orbax_file, shipped
+from peagle_jax.convert.checkpoint import load_drafter, load_target
+from peagle_jax.convert.conversion import convert
+from peagle_jax.convert.layouts import LazyTensor, flatten
+from peagle_jax.errors import InputError
+from tests.convert.test_checkpoint import CASES, save_with_transformers
+from tests.convert.test_drafter_configs import EAGLE3_JSON
+from tests.convert.tiny import BF16, DRAFTER_JSON, TARGET, VOCAB, drafter_tensors, write_checkpoint
+
+Loaded = tuple[Any, dict[str, Any]]
+
+FLAGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "bf16, own embedding": ({"dtype": BF16, "own_embedding": True}, {}),
+    "norm_before_fc": (
+        {"norm_before_fc": True},
+        {"norm_before_fc": True, "norm_before_residual": True, "norm_output": True},
+    ),
+    "fc_norm, bias": ({"fc_norm": True, "bias": True}, {"fc_norm": True, "attention_bias": True}),
+    "qwen3": ({"qk_norm": True}, {"architectures": ["PeagleQwen3ForCausalLM"], "head_dim": 4}),
+    "full vocabulary": ({"draft_vocab": VOCAB}, {"draft_vocab_size": None}),
+    "eagle3": ({"parallel": False}, {"ptd_token_id": None}),
+}
+
+
+@pytest.fixture
+def drafter(tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path / "drafter", DRAFTER_JSON, drafter_tensors())
+
+
+def assert_same(a: Loaded, b: Loaded) -> None:
+    assert a[0] == b[0]
+    flat_a, flat_b = flatten(a[1]), flatten(b[1])
+    assert flat_a.keys() == flat_b.keys()
+    for path, value in flat_a.items():
+        assert value.dtype == flat_b[path].dtype
+        assert np.asarray(value).tobytes() == np.asarray(flat_b[path]).tobytes(), path
+
+
+@pytest.mark.parametrize("case", list(FLAGS))
+def test_drafter_round_trip_is_bit_exact(tmp_path: Path, case: str) -> None:
+    kwargs, keys = FLAGS[case]
+    tensors = drafter_tensors(**kwargs)
+    source = write_checkpoint(tmp_path / "source", {**DRAFTER_JSON, **keys}, tensors)
+    orbax = convert(source, tmp_path / "orbax", target=TARGET)
+    assert_same(load_drafter(source, TARGET), load_drafter(orbax, TARGET))
+    back = convert(orbax, tmp_path / "vllm", to="vllm")
+    assert_same(load_drafter(source, TARGET), load_drafter(back))
+    written = load_file(back / "model.safetensors")
+    assert written.keys() == tensors.keys()
+    for name, value in tensors.items():
+        assert written[name].dtype == value.dtype
+        assert written[name].shape == value.shape
+        assert written[name].tobytes() == value.tobytes(), name
+
+
+def test_shipped_drafter_comes_back_byte_for_byte(tmp_path: Path) -> None:
+    source = shipped.path("smollm2-135m-p-eagle")
+    orbax = convert(source, tmp_path / "orbax")
+    back = convert(orbax, tmp_path / "vllm", to="vllm")
+    weights = "model.safetensors"
+    assert (back / weights).read_bytes() == (source / weights).read_bytes()
+    original = json.loads((source / "config.json").read_text())
+    written = json.loads((back / "config.json").read_text())
+    added = {key for key in original if original[key] != written.get(key)}
+    assert added == {"eagle_config", "bos_token_id", "eos_token_id"}  # norm_before_fc is added
+    assert original["eagle_config"].items() <= written["eagle_config"].items()
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_target_round_trip(tmp_path: Path, case: str) -> None:
+    torch = pytest.importorskip("torch")
+    import transformers
+
+    state = save_with_transformers(tmp_path / "source", case)
+    orbax = convert(tmp_path / "source", tmp_path / "orbax")
+    assert_same(load_target(tmp_path / "source"), load_target(orbax))
+    back = convert(orbax, tmp_path / "hf", to="vllm")
+    assert_same(load_target(tmp_path / "source"), load_target(back))
+    model = transformers.AutoModelForCausalLM.from_pretrained(back, dtype=torch.float32)
+    assert type(model).__name__ == f"{CASES[case][0]}ForCausalLM"
+    reread = model.state_dict()
+    assert reread.keys() == state.keys()
+    assert all(np.array_equal(reread[name].numpy(), state[name]) for name in state)
+
+
+def test_orbax_itself_restores_what_was_written(drafter: Path, tmp_path: Path) -> None:
+    import orbax.checkpoint as ocp
+
+    out = convert(drafter, tmp_path / "orbax", target=TARGET)
+    _, params = load_drafter(drafter, TARGET)
+    abstract = jax.eval_shape(lambda: params)
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    abstract = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), abstract
+    )
+    with ocp.StandardCheckpointer() as checkpointer:
+        restored = checkpointer.restore(out / "params", abstract)
+    assert jax.tree.all(jax.tree.map(np.array_equal, params, restored))
+
+
+def test_manifest(drafter: Path, tmp_path: Path) -> None:
+    out = convert(drafter, tmp_path / "orbax", target=TARGET)
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest["format"] == "peagle_jax checkpoint"
+    assert manifest["kind"] == "drafter"
+    assert manifest["config"]["aux_layer_ids"] == [2, 4, 5]
+    assert manifest["tensors"]["fc.kernel"] == {"shape": [16, 48], "dtype": "float32"}
+    weights = (drafter / "model.safetensors").read_bytes()
+    assert manifest["source"]["files"] == [
+        {
+            "name": "model.safetensors",
+            "size": len(weights),
+            "sha256": hashlib.sha256(weights).hexdigest(),
+        }
+    ]
+
+
+def test_dtype_and_progress(drafter: Path, tmp_path: Path) -> None:
+    calls: list[tuple[str, int, int]] = []
+    out = convert(
+        drafter,
+        tmp_path / "orbax",
+        target=TARGET,
+        dtype="bfloat16",
+        progress=lambda *call: calls.append(call),
+    )
+    _, params = load_drafter(out)
+    assert params["fc"]["kernel"].dtype == "bfloat16"
+    assert params["draft_to_target"].dtype == "int32"
+    assert [done for _, done, _ in calls] == list(range(1, len(flatten(params)) + 1))
+    assert {total for _, _, total in calls} == {len(calls)}
+
+
+def test_tokenizer_files_come_along(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    save_with_transformers(source, "llama")
+    (source / "tokenizer.json").write_text("{}")
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    out = convert(source, tmp_path / "orbax")
+    assert (out / "chat_template.jinja").read_text() == "{{ messages }}"
+    assert (out / "tokenizer.json").exists()
+
+
+def test_interrupted_conversion_leaves_nothing(
+    drafter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = LazyTensor.rows
+
+    def interrupted(self: LazyTensor, start: int, stop: int) -> np.ndarray:
+        if "norm" in self.name:
+            raise KeyboardInterrupt
+        return read(self, start, stop)
+
+    monkeypatch.setattr(LazyTensor, "rows", interrupted)
+    for to in ("orbax", "vllm"):
+        with pytest.raises(KeyboardInterrupt):
+            convert(drafter, tmp_path / "out", target=TARGET, to=to)
+        assert [path.name for path in tmp_path.iterdir()] == ["drafter"]
+    monkeypatch.undo()
+    stale = tmp_path / ".out.partial"  # of a process that was killed
+    (stale / "params").mkdir(parents=True)
+    convert(drafter, tmp_path / "out", target=TARGET)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["drafter", "out"]
+
+
+def test_nan_leaves_nothing(tmp_path: Path) -> None:
+    tensors = drafter_tensors()
+    tensors["layers.1.mlp.up_proj.weight"][0, 0] = np.nan
+    source = write_checkpoint(tmp_path / "source", DRAFTER_JSON, tensors)
+    with pytest.raises(InputError, match="up_proj.weight: found NaN or Inf"):
+        convert(source, tmp_path / "out", target=TARGET)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_folder_in_use(drafter: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "precious").touch()
+    with pytest.raises(InputError, match="out: found a folder that is not empty, expected a new"):
+        convert(drafter, out, target=TARGET)
+    assert (out / "precious").exists()
+    convert(drafter, out, target=TARGET, overwrite=True)
+    assert not (out / "precious").exists()
+    assert (out / "manifest.json").exists()
+    with pytest.raises(InputError, match="found the source inside, expected another output"):
+        convert(out, out, overwrite=True)
+    with pytest.raises(InputError, match="found a file, expected a folder to make"):
+        convert(drafter, drafter / "config.json", target=TARGET)
+
+
+def test_output_that_cannot_be_written(drafter: Path, tmp_path: Path) -> None:
+    blocker = tmp_path / "file"
+    blocker.touch()
+    with pytest.raises(InputError, match=r"out: found Not a directory, expected a folder that"):
+        convert(drafter, blocker / "out", target=TARGET)
+
+
+@pytest.mark.parametrize("found", ["drafter", "target"])
+def test_options_that_cannot_be_honoured(drafter: Path, tmp_path: Path, found: str) -> None:
+    if found == "target":
+        save_with_transformers(tmp_path / "target", "llama")
+        with pytest.raises(InputError, match="found a target, expected a drafter, as a target"):
+            convert(tmp_path / "target", tmp_path / "out", target=TARGET)
+        return
+    with pytest.raises(InputError, match="found none, expected ids, or the target at hand"):
+        convert(drafter, tmp_path / "out")
+    out = convert(drafter, tmp_path / "out", target=TARGET)
+    with pytest.raises(InputError, match="aux_layer_shift: found a converted checkpoint"):
+        load_drafter(out, TARGET, aux_layer_shift=1)
+
+
+def test_aux_layer_shift_is_written(tmp_path: Path) -> None:
+    config = {**EAGLE3_JSON, "eagle_aux_hidden_state_layer_ids": [1, 3, 5]}
+    source = write_checkpoint(tmp_path / "source", config, drafter_tensors(parallel=False))
+    out = convert(source, tmp_path / "out", aux_layer_shift=1)
+    assert load_drafter(out, TARGET)[0].aux_layer_ids == (2, 4, 6)
+
+
+class TestDamagedOrbax:
+    """A converted folder that lost something is refused, never read as zeros."""
+
+    @pytest.fixture
+    def folder(self, drafter: Path, tmp_path: Path) -> Path:
+        return convert(drafter, tmp_path / "out", target=TARGET)
+
+    @pytest.mark.parametrize(
+        ("file", "message"),
+        [
+            ("params/fc.kernel/0.0", r"fc\.kernel: found .*expected a whole array"),
+            ("params/fc.kernel/.zarray", r"fc\.kernel: found .*expected a whole array"),
+        ],
+    )
+    def test_lost_file(self, folder: Path, file: str, message: str) -> None:
+        (folder / file).unlink()
+        with pytest.raises(InputError, match=message) as info:
+            load_drafter(folder, TARGET)
+        assert "\n" not in str(info.value)
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"format_version": 99}, "found 'peagle_jax checkpoint', 99, expected"),
+            ({"kind": "verifier"}, "kind: found 'verifier', expected one of target, drafter"),
+            ({"config": {}}, "config: found .*expected a whole configuration"),
+            ({"config": {"paralel": True}}, "config: paralel: found and not understood"),
+            ({"config": {"parallel": "yes"}}, "config: parallel: found 'yes', expected bool"),
+            ({"tensors": None}, "tensors: found None, expected an object"),
+        ],
+    )
+    def test_manifest(self, folder: Path, change: dict[str, Any], message: str) -> None:
+        path = folder / "manifest.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | change))
+        with pytest.raises(InputError, match=rf"manifest\.json: .*{message}"):
+            load_drafter(folder, TARGET)
+
+    def test_tensor_that_differs_from_the_manifest(self, folder: Path) -> None:
+        path = folder / "manifest.json"
+        manifest = json.loads(path.read_text())
+        manifest["tensors"]["fc.kernel"]["dtype"] = "bfloat16"
+        path.write_text(json.dumps(manifest))
+        with pytest.raises(InputError, match=r"fc\.kernel: found .*float32.*expected .*bfloat16"):
+            load_drafter(folder, TARGET)
+
+
+def test_pieces_are_written_and_read_whole(
+    drafter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(orbax_file, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(orbax_file.OrbaxReader, "chunk_bytes", 700)
+    out = convert(drafter, tmp_path / "out", target=TARGET)
+    assert len(list((out / "params" / "fc.kernel").glob("[0-9]*"))) > 1
+    assert_same(load_drafter(drafter, TARGET), load_drafter(out, TARGET))
