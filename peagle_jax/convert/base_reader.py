@@ -18,6 +18,7 @@ import numpy as np
 
 from peagle_jax.errors import InputError
 
+MANIFEST = "manifest.json"  # what marks a folder written by `convert`
 # A chunk of this size stays in a core's own cache while it is converted (measured on
 # SmolLM2's Q4_1 GGUF: 1.0 s, against 1.7 s with chunks of 1 MiB).
 CHUNK_BYTES = 1 << 18

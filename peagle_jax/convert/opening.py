@@ -11,10 +11,10 @@ import numpy as np
 
 from peagle_jax.config import DrafterConfig, ModelConfig
 from peagle_jax.convert import configs, drafter_configs, layouts
-from peagle_jax.convert.base_reader import Reader, read_json
+from peagle_jax.convert.base_reader import MANIFEST, Reader, read_json
 from peagle_jax.convert.layouts import LazyTensor
 from peagle_jax.convert.manifest import CONFIGS, config_from_json
-from peagle_jax.convert.readers import MANIFEST, open_reader
+from peagle_jax.convert.readers import open_reader
 from peagle_jax.convert.sources import Kind, locate
 from peagle_jax.errors import InputError
 from peagle_jax.models import decoder as decoder_model

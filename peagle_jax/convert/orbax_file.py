@@ -17,9 +17,8 @@ import ml_dtypes
 import numpy as np
 import tensorstore as ts
 
-from peagle_jax.convert.base_reader import Reader, one_line, read_json, row_chunks
+from peagle_jax.convert.base_reader import MANIFEST, Reader, one_line, read_json, row_chunks
 from peagle_jax.convert.layouts import LazyTensor, unflatten
-from peagle_jax.convert.readers import MANIFEST
 from peagle_jax.errors import InputError
 
 FORMAT = "peagle_jax checkpoint"

@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from peagle_jax.convert.base_reader import Reader, read_json
+from peagle_jax.convert.base_reader import MANIFEST, Reader, read_json
 from peagle_jax.errors import InputError
-
-MANIFEST = "manifest.json"  # what marks a folder written by `convert`
 
 
 def open_reader(path: Path) -> Reader:

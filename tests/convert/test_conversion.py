@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -182,7 +185,7 @@ def test_nan_leaves_nothing(tmp_path: Path) -> None:
     tensors = drafter_tensors()
     tensors["layers.1.mlp.up_proj.weight"][0, 0] = np.nan
     source = write_checkpoint(tmp_path / "source", DRAFTER_JSON, tensors)
-    with pytest.raises(InputError, match="up_proj.weight: found NaN or Inf"):
+    with pytest.raises(InputError, match=r"up_proj\.weight: found NaN or Inf"):
         convert(source, tmp_path / "out", target=TARGET)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
@@ -285,3 +288,40 @@ def test_pieces_are_written_and_read_whole(
     out = convert(drafter, tmp_path / "out", target=TARGET)
     assert len(list((out / "params" / "fc.kernel").glob("[0-9]*"))) > 1
     assert_same(load_drafter(drafter, TARGET), load_drafter(out, TARGET))
+
+
+ON_A_MESH = """
+import sys
+import jax, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from peagle_jax.convert.checkpoint import load_drafter
+from peagle_jax.convert.layouts import flatten
+_, whole = load_drafter(sys.argv[1])
+mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("x", "y"))
+for spec in (P("x", "y"), P(None, ("x", "y")), P("y")):
+    shardings = lambda abstract: jax.tree.map(
+        lambda leaf: NamedSharding(mesh, spec if leaf.ndim == 2 else P()), abstract
+    )
+    _, placed = load_drafter(sys.argv[1], sharding=shardings)
+    assert len(placed["fc"]["kernel"].addressable_shards) == 4
+    print(placed["fc"]["kernel"].addressable_shards[0].data.shape)
+    for path, value in flatten(placed).items():
+        assert np.array_equal(value, flatten(whole)[path]), path
+"""
+
+
+@pytest.mark.parametrize("form", ["safetensors", "orbax"])
+def test_restored_onto_a_mesh(tmp_path: Path, form: str) -> None:
+    config = {**DRAFTER_JSON, "eagle_aux_hidden_state_layer_ids": [1, 3, 5]}
+    source = write_checkpoint(tmp_path / "source", config, drafter_tensors())
+    folder = source if form == "safetensors" else convert(source, tmp_path / "out")
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    done = subprocess.run(
+        [sys.executable, "-c", ON_A_MESH, str(folder)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["(8, 24)", "(16, 12)", "(8, 48)"]

@@ -18,7 +18,7 @@ from peagle_jax.convert.safetensors_file import Output, write_safetensors
 from peagle_jax.errors import InputError
 from tests.convert.tiny import BF16
 
-VALUES = {
+VALUES: dict[str, np.ndarray] = {
     "a": np.arange(12, dtype=np.float32).reshape(3, 4),
     "b": np.array([[1.5, -2.0], [0.25, 8.0]], np.float16),
     "c": np.array([0.5, 3.0, -7.0], BF16),
