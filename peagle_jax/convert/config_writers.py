@@ -27,6 +27,7 @@ def target_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
     fitting = [name for name, family in TARGET_FAMILIES.items() if _fits(family, block)]
     if not fitting:
         raise InputError("target: found a mix of biases, norms and windows that no family has")
+    eos = list(config.eos_token_ids)
     return {
         "architectures": fitting[:1],
         "model_type": fitting[0].removesuffix("ForCausalLM").lower(),
@@ -35,7 +36,7 @@ def target_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "max_position_embeddings": config.max_positions,
         "tie_word_embeddings": config.tie_embeddings,
         "bos_token_id": config.bos_token_id,
-        "eos_token_id": list(config.eos_token_ids) or None,
+        "eos_token_id": eos if len(eos) > 1 else next(iter(eos), None),
         "torch_dtype": dtype,
     }
 
