@@ -6,6 +6,7 @@ import dataclasses
 import secrets
 from collections.abc import Sequence
 
+import jax.numpy as jnp
 import numpy as np
 
 from peagle_jax.config import ModelConfig, SamplingParams
@@ -48,27 +49,23 @@ class Batch:
         """
         prompts = np.zeros((self.rows, self.prompt_size), np.int32)
         lengths = np.ones(self.rows, np.int32)
-        table = RequestArrays(
-            temperature=np.zeros(self.rows, np.float32),
-            top_k=np.zeros(self.rows, np.int32),
-            top_p=np.ones(self.rows, np.float32),
-            min_p=np.zeros(self.rows, np.float32),
-            seed=np.zeros(self.rows, np.uint32),
-            max_new_tokens=np.zeros(self.rows, np.int32),
-            ignore_eos=np.zeros(self.rows, bool),
-        )
+        table = {
+            "temperature": np.zeros(self.rows, np.float32),
+            "top_k": np.zeros(self.rows, np.int32),
+            "top_p": np.ones(self.rows, np.float32),
+            "min_p": np.zeros(self.rows, np.float32),
+            "seed": np.zeros(self.rows, np.uint32),
+            "max_new_tokens": np.zeros(self.rows, np.int32),
+            "ignore_eos": np.zeros(self.rows, bool),
+        }
         for row, request in enumerate(self.requests):
-            p = request.params
             lengths[row] = len(request.token_ids)
             prompts[row, : lengths[row]] = request.token_ids
-            table.temperature[row] = p.temperature
-            table.top_k[row] = p.top_k
-            table.top_p[row] = p.top_p
-            table.min_p[row] = p.min_p
-            table.seed[row] = secrets.randbits(32) if p.seed is None else p.seed
-            table.max_new_tokens[row] = p.max_new_tokens
-            table.ignore_eos[row] = p.ignore_eos
-        return prompts, lengths, table
+            for name, column in table.items():
+                value = getattr(request.params, name)
+                column[row] = secrets.randbits(32) if value is None else value
+        requests = RequestArrays(**{name: jnp.asarray(column) for name, column in table.items()})
+        return prompts, lengths, requests
 
 
 def prompt_bucket(length: int) -> int:

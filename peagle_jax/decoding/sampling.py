@@ -152,7 +152,7 @@ def _largest_threshold(reached, shape: tuple[int, ...]) -> Array:
     """Largest int32 t, a row, for which `reached(t[..., None])` holds; it holds for the
     smallest one and never again once it fails."""
 
-    def narrow(_: int, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+    def narrow(_: Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bounds
         # The mean without overflow, rounded up: low < middle <= high.
         middle = (low & high) + ((low ^ high) >> 1) + ((low ^ high) & 1)
