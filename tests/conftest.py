@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -16,7 +17,18 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "xla"))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from jaxtyping import install_import_hook  # noqa: E402  # after the settings above
+import flax.struct  # noqa: E402  # after the settings above
+from jaxtyping import install_import_hook  # noqa: E402
 
+
+def unchecked_pytree(cls: type, _dataclass: Any = flax.struct.dataclass) -> type:
+    """flax.struct.dataclass, its fields left unchecked: lowering a function rebuilds its pytrees
+    with descriptions of arrays in their place."""
+    made = _dataclass(cls)
+    made.__no_type_check__ = True
+    return made
+
+
+flax.struct.dataclass = unchecked_pytree  # type: ignore[assignment]
 # Shapes and dtypes in signatures are checked at run time here, and only here.
 install_import_hook(["peagle_jax", "pallas_kernels"], "beartype.beartype")
