@@ -185,7 +185,7 @@ def _requests(
     params: SamplingParams | Sequence[SamplingParams],
     raw: bool,
 ) -> list[Request]:
-    listed = [prompts] if _is_one_prompt(prompts) else list(prompts)  # type: ignore[list-item]
+    listed = [prompts] if _is_one_prompt(prompts) else list(prompts)
     if isinstance(params, SamplingParams):
         each = [params] * len(listed)
     else:

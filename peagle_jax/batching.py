@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from peagle_jax.config import ModelConfig, SamplingParams
 from peagle_jax.decoding.generate import PREFILL_CHUNK
@@ -41,7 +42,7 @@ class Batch:
     prompt_size: int
     max_new_tokens: int
 
-    def arrays(self) -> tuple[np.ndarray, np.ndarray, RequestArrays]:
+    def arrays(self) -> tuple[Array, Array, RequestArrays]:
         """prompts int32 `[rows, prompt_size]`, lengths int32 `[rows]`, parameters.
 
         Rows without a request are one token long and have no tokens to generate, so
@@ -65,7 +66,7 @@ class Batch:
                 value = getattr(request.params, name)
                 column[row] = secrets.randbits(32) if value is None else value
         requests = RequestArrays(**{name: jnp.asarray(column) for name, column in table.items()})
-        return prompts, lengths, requests
+        return jnp.asarray(prompts), jnp.asarray(lengths), requests
 
 
 def prompt_bucket(length: int) -> int:
@@ -82,7 +83,7 @@ def _power_of_two(count: int) -> int:
     return 1 << max(count - 1, 0).bit_length()
 
 
-assert PREFILL_CHUNK == _power_of_two(PREFILL_CHUNK), "larger buckets are whole chunks"
+assert _power_of_two(PREFILL_CHUNK) == PREFILL_CHUNK, "larger buckets are whole chunks"
 
 
 def check_prompt(token_ids: Sequence[int], model: ModelConfig, where: str) -> tuple[int, ...]:

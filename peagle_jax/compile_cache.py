@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import jax
 
@@ -13,9 +14,11 @@ def enable() -> None:
     JAX's own settings win: `JAX_COMPILATION_CACHE_DIR` moves it and
     `JAX_ENABLE_COMPILATION_CACHE=false` switches it off.
     """
-    if jax.config.jax_compilation_cache_dir or "JAX_COMPILATION_CACHE_DIR" in os.environ:
+    chosen = getattr(jax.config, "jax_compilation_cache_dir", None)
+    if chosen or "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return
     from platformdirs import user_cache_dir
 
-    jax.config.update("jax_compilation_cache_dir", os.path.join(user_cache_dir("peagle-jax"), "xla"))
+    folder = str(Path(user_cache_dir("peagle-jax")) / "xla")
+    jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

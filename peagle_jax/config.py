@@ -72,7 +72,8 @@ class BlockConfig:
             raise InputError(f"head_dim: found {self.head_dim}, expected an even number (RoPE)")
         if self.windows and len(self.windows) != self.num_layers:
             raise InputError(
-                f"windows: found {len(self.windows)} entries, expected {self.num_layers} (one a layer)"
+                f"windows: found {len(self.windows)} entries, expected {self.num_layers}, "
+                "one a layer"
             )
 
     def window(self, layer: int) -> int | None:
@@ -198,7 +199,9 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", tuple([self.stop] if isinstance(self.stop, str) else self.stop))
+        object.__setattr__(
+            self, "stop", tuple([self.stop] if isinstance(self.stop, str) else self.stop)
+        )
         if self.max_new_tokens < 1:
             raise InputError(f"max_new_tokens: found {self.max_new_tokens}, expected 1 or more")
         if not 0 <= self.temperature < float("inf"):

@@ -67,7 +67,9 @@ class GenerationStats:
 
     def line(self) -> str:
         """One readable line."""
-        text = f"{self.tokens} tokens in {self.seconds:.2f} s, {self.tokens_per_second:.1f} tokens/s"
+        text = (
+            f"{self.tokens} tokens in {self.seconds:.2f} s, {self.tokens_per_second:.1f} tokens/s"
+        )
         if self.num_drafts:
             rates = " ".join(f"{rate:.2f}" for rate in self.acceptance_rates)
             text += (

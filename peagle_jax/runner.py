@@ -125,9 +125,7 @@ def run_in_visits(pair: Pair, speculator: Speculator, batch: Batch) -> list[Outp
     return last.outputs()
 
 
-def visits(
-    pair: Pair, speculator: Speculator, batch: Batch, *, num_steps: int
-) -> Iterator[Visit]:
+def visits(pair: Pair, speculator: Speculator, batch: Batch, *, num_steps: int) -> Iterator[Visit]:
     """Prefill, then `num_steps` speculative steps between any two visits."""
     prompts, lengths, table = batch.arrays()
     sizes = (batch.rows, batch.prompt_size, batch.max_new_tokens)

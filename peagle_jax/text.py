@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from peagle_jax.errors import InputError
 
@@ -33,13 +33,15 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, *, raw: bool, where: str = "pr
                 raise InputError(f"{where}: found message {message!r}, expected role and content")
         _need_tokenizer(tokenizer, where)
         if not getattr(tokenizer, "chat_template", None):
-            raise InputError(f"{where}: found chat messages, but the tokenizer has no chat template")
+            raise InputError(
+                f"{where}: found chat messages, but the tokenizer has no chat template"
+            )
         ids = tokenizer.apply_chat_template(
             list(prompt), add_generation_prompt=True, tokenize=True, return_dict=False
         )
         return _not_empty(ids, where)
     if all(isinstance(item, int) and not isinstance(item, bool) for item in prompt):
-        return [int(item) for item in prompt]  # type: ignore[call-overload]
+        return [int(item) for item in cast("Sequence[int]", prompt)]
     raise InputError(f"{where}: found mixed items, expected text, chat messages or token ids")
 
 

@@ -141,11 +141,6 @@ def drafter_config(
     own_embedding = "embed_tokens.weight" in tensors
     own_head = "lm_head.weight" in tensors
     draft_vocab_size = int(flag("draft_vocab_size", vocab_size))
-    if not own_head and draft_vocab_size != vocab_size:
-        raise InputError(
-            f"{where}: lm_head.weight: found no such tensor, expected one, since "
-            f"draft_vocab_size {draft_vocab_size} is not the vocabulary size {vocab_size}"
-        )
     aux_layer_ids: tuple[int, ...] = ()
     if flag("use_aux_hidden_state", True):
         aux_layer_ids = _aux_layer_ids(

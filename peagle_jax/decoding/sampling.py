@@ -13,6 +13,8 @@ batch and draft length.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -86,9 +88,7 @@ def gumbel_noise(
         return jnp.where(requests.greedy[:, None, None], 0.0, noise)
 
     shape = (*positions.shape, vocab_size)
-    return jax.lax.cond(
-        jnp.all(requests.greedy), lambda: jnp.zeros(shape, jnp.float32), draw
-    )
+    return jax.lax.cond(jnp.all(requests.greedy), lambda: jnp.zeros(shape, jnp.float32), draw)
 
 
 def uniform_noise(
@@ -148,7 +148,7 @@ def _sortable(x: Array) -> Array:
     return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
-def _largest_threshold(reached, shape: tuple[int, ...]) -> Array:
+def _largest_threshold(reached: Callable[[Array], Array], shape: tuple[int, ...]) -> Array:
     """Largest int32 t, a row, for which `reached(t[..., None])` holds; it holds for the
     smallest one and never again once it fails."""
 

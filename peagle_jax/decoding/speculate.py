@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from peagle_jax.config import DraftSampling, DrafterConfig, Method, ModelConfig, Verification
+from peagle_jax.config import DrafterConfig, DraftSampling, Method, ModelConfig, Verification
 from peagle_jax.decoding import sampling
 from peagle_jax.decoding.sampling import RequestArrays
 from peagle_jax.decoding.verify import Verified, verify_coupled, verify_rejection
@@ -155,7 +155,9 @@ class Speculator:
             if self.verification == "coupled" or not self.drafts:
                 verified = verify_coupled(drafts, sampling.choose(processed, noise))
             else:
-                verified = self._reject(params, drafts, draft_logits, processed, requests, positions)
+                verified = self._reject(
+                    params, drafts, draft_logits, processed, requests, positions
+                )
         with jax.named_scope("commit"):
             active = ~state.finished
             accepted = (jnp.arange(k) < verified.count[:, None] - 1) & active[:, None]
@@ -212,7 +214,7 @@ class Speculator:
         )
         # A finished row stands still: its scratch writes stay where there is room.
         frozen = ("length", "last_token", "pending_tokens", "pending_features", "pending_count")
-        kept_still = {
+        kept_still: dict[str, Any] = {
             name: _select(active, getattr(moved, name), getattr(state, name)) for name in frozen
         }
         return dataclasses.replace(
@@ -249,20 +251,17 @@ class Speculator:
         after the last mask row are padding: causal, so nothing that counts sees them.
         """
         k = self.num_draft_tokens
-        assert self.drafter is not None and state.draft_cache is not None
+        assert self.drafter is not None
+        assert self.drafter.mask_token_id is not None
         apply = self._drafter(params)
         m = state.pending_count[:, None]
         real = jnp.arange(2 * k) < m
         extra = ((0, 0), (0, 2 * k - (k + 1)))
         tokens = jnp.where(real, jnp.pad(state.pending_tokens, extra), self.drafter.mask_token_id)
-        features = jnp.pad(
-            apply(state.pending_features, method="project"), (*extra, (0, 0))
-        )
+        features = jnp.pad(apply(state.pending_features, method="project"), (*extra, (0, 0)))
         features = jnp.where(real[..., None], features, apply(method="mask_feature"))
         start = state.length - state.pending_count
-        stream, cache = apply(
-            self._embed(params, tokens), features, start, state.draft_cache
-        )
+        stream, cache = apply(self._embed(params, tokens), features, start, state.draft_cache)
         # Row m-1 holds the newest token and drafts the first; the mask rows follow it.
         rows = m - 1 + jnp.arange(k)
         stream = jnp.take_along_axis(stream, rows[..., None], axis=1)

@@ -65,9 +65,7 @@ class Attention(nn.Module):
         return o_proj(out), carried
 
 
-def attend_cached(
-    cache: LayerCache, start: Int[Array, "batch"], window: int | None
-) -> Attend:
+def attend_cached(cache: LayerCache, start: Int[Array, "batch"], window: int | None) -> Attend:
     """Attention of new rows at positions `start ..` over the cache they are written to."""
 
     def attend(q: Array, k: Array, v: Array) -> tuple[Array, LayerCache]:

@@ -93,7 +93,9 @@ class Drafter(nn.Module):
                 self, "mask_hidden", (c.feature_size,), (None,), normal_init, self.dtype
             )
         first = FirstBlock(block, c.norm_before_residual, self.dtype)
-        self.layers = [first] + [Block(block, self.dtype) for _ in range(1, block.num_layers)]
+        rest = [Block(block, self.dtype) for _ in range(1, block.num_layers)]
+        layers: list[Any] = [first, *rest]
+        self.layers = layers
         self.norm = RMSNorm(size, eps, self.dtype)
         if c.own_head:
             self.lm_head = Linear(c.draft_vocab_size, size, ("vocab", "embed"), False, self.dtype)

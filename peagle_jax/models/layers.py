@@ -55,9 +55,7 @@ class Linear(nn.Module):
         kernel = declare(self, "kernel", shape, self.axes, normal_init, self.dtype)
         y = matmul_out_in(x, kernel).astype(self.dtype)
         if self.use_bias:
-            y += declare(
-                self, "bias", (self.out_features,), self.axes[:1], zeros_init, self.dtype
-            )
+            y += declare(self, "bias", (self.out_features,), self.axes[:1], zeros_init, self.dtype)
         return y
 
 

@@ -307,6 +307,8 @@ def write_config(folder: Path, model: Model, case: Case) -> None:
     """config.json: as speculators writes it, or the flat one of the served checkpoints."""
     if not case.flat:
         model.config.save_pretrained(folder)
+        # transformers copies a custom config's source beside it: not a part of the case.
+        (folder / "config.py").unlink(missing_ok=True)
         return
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],

@@ -18,9 +18,6 @@ from peagle_jax.models.drafter import Drafter
 
 GOLDENS = Path(__file__).resolve().parent.parent / "goldens"
 CASES = sorted(folder.name for folder in (GOLDENS / "drafters").iterdir())
-# The loader refuses to lend a head across a draft vocabulary; the network can do it.
-REFUSED = "peagle_lent_head_draft_vocab"
-LOADED = [name for name in CASES if name != REFUSED]
 CAPACITY = 64
 
 
@@ -82,13 +79,7 @@ class Session:
         return jnp.concatenate(chunks), drafted
 
 
-def loaded_cases() -> list[Any]:
-    """The cases, the refused one expected to fail: strictly, so that lifting it is noticed."""
-    refused = pytest.mark.xfail(raises=InputError, reason="refused by the loader")
-    return [pytest.param(c, marks=[refused] if c == REFUSED else []) for c in CASES]
-
-
-@pytest.mark.parametrize("name", loaded_cases())
+@pytest.mark.parametrize("name", CASES)
 def test_draft_steps_equal_speculators(name: str) -> None:
     """The second recorded step continues on the first one's cache: its real rows overwrite what
     the first wrote for guesses, so stale keys or wrong positions would show."""
@@ -116,7 +107,7 @@ def test_draft_steps_equal_speculators(name: str) -> None:
 
 def test_goldens_cover_the_flags() -> None:
     """Each flag that changes a drafter's arithmetic is on in a recorded case of its kind."""
-    configs = [load_drafter(GOLDENS / "drafters" / name)[0] for name in LOADED]
+    configs = [load_drafter(GOLDENS / "drafters" / name)[0] for name in CASES]
     for parallel in (True, False):
         kind = [c for c in configs if c.parallel == parallel]
         for flag in (
