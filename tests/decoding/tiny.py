@@ -20,6 +20,7 @@ import numpy as np
 from peagle_jax.batching import Batch, Request
 from peagle_jax.config import BlockConfig, DrafterConfig, ModelConfig, SamplingParams
 from peagle_jax.decoding import generate
+from peagle_jax.decoding.sampling import RequestArrays
 from peagle_jax.decoding.speculate import Speculator
 from peagle_jax.models import decoder, drafter
 from peagle_jax.models.cache import KVCache
@@ -78,7 +79,11 @@ def target_params(config: ModelConfig, seed: int = 0) -> dict[str, Any]:
 
 
 def drafter_params(
-    config: DrafterConfig, fit: tuple[np.ndarray, np.ndarray], head: np.ndarray, seed: int = 1
+    config: DrafterConfig,
+    fit: tuple[np.ndarray, np.ndarray],
+    head: np.ndarray,
+    head_noise: float,
+    seed: int = 1,
 ) -> dict[str, Any]:
     """`fit`: the map [hidden, features] from features to the next hidden state, and the mean of
     these states. Draft ids, if any, are target ids in no order."""
@@ -93,7 +98,7 @@ def drafter_params(
         ids = rng.permutation(config.vocab_size)[: config.draft_vocab_size].astype(np.int32)
         params["draft_to_target"] = ids
         head = head[ids]
-    noise = 0.05 * rng.standard_normal(head.shape)
+    noise = head_noise * rng.standard_normal(head.shape)
     params["lm_head"]["kernel"] = (head + noise).astype(np.float32)
     if config.parallel:
         params["mask_hidden"] = np.linalg.lstsq(to_next, mean, rcond=None)[0].astype(np.float32)
@@ -163,8 +168,15 @@ class Tiny:
         return dataclasses.replace(self, target=dataclasses.replace(self.target, **changes))
 
 
-def make(draft_vocab_size: int | None = None, vocab_size: int = VOCAB, **changes: Any) -> Tiny:
-    """Target and both drafters; the P-EAGLE drafter has a draft vocabulary if asked."""
+def make(
+    draft_vocab_size: int | None = None,
+    vocab_size: int = VOCAB,
+    head_noise: float = 0.05,
+    **changes: Any,
+) -> Tiny:
+    """Target and both drafters; the P-EAGLE drafter has a draft vocabulary if asked.
+
+    `head_noise`: standard deviation of the drafters' heads around the target's (0.4)."""
     target = target_config(vocab_size=vocab_size, **changes)
     tree = jax.device_put(target_params(target))
     drafters = {
@@ -176,7 +188,8 @@ def make(draft_vocab_size: int | None = None, vocab_size: int = VOCAB, **changes
     fit = fit_features(target, tree, drafters["p-eagle"].aux_layer_ids)
     trees = {"target": tree}
     for method, config in drafters.items():
-        trees[method] = drafter_params(config, fit, np.asarray(tree["lm_head"]["kernel"]))
+        head = np.asarray(tree["lm_head"]["kernel"])
+        trees[method] = drafter_params(config, fit, head, head_noise)
     return Tiny(target, drafters, jax.device_put(trees))
 
 
@@ -211,14 +224,20 @@ class Result:
         return [self.row(row) for row in range(len(self.lengths))]
 
 
-def run(tiny: Tiny, speculator: Speculator, batch: Batch, **options: Any) -> Result:
-    """The compiled loop on a batch."""
-    prompts, lengths, table = batch.arrays()
+def run(
+    tiny: Tiny,
+    speculator: Speculator,
+    batch: Batch,
+    table: RequestArrays | None = None,
+    **options: Any,
+) -> Result:
+    """The compiled loop on a batch; `table` takes the place of its sampling parameters."""
+    prompts, lengths, own = batch.arrays()
     tokens, counts, stats = generate.jit_generate_tokens(
         tiny.params(speculator.method),
         jnp.asarray(prompts),
         jnp.asarray(lengths),
-        table,
+        own if table is None else table,
         speculator=speculator,
         max_new_tokens=batch.max_new_tokens,
         **options,
