@@ -6,8 +6,6 @@ Streaming and stop strings drive the same step from Python, a few steps a visit.
 from __future__ import annotations
 
 import dataclasses
-import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -181,14 +179,9 @@ def clip_to_context(
 _STATIC = ("speculator", "max_new_tokens", "prefill_chunk")
 jit_generate_tokens = jax.jit(generate_tokens, static_argnames=_STATIC)
 jit_prefill = jax.jit(prefill, static_argnames=_STATIC)
-
-
-@functools.partial(
-    jax.jit,
+# The caches are written in place: without donation every visit would copy them.
+jit_advance = jax.jit(
+    advance,
     static_argnames=("speculator", "max_new_tokens", "num_steps"),
-    # The caches are written in place: without donation every visit would copy them.
     donate_argnames=("state",),
 )
-def jit_advance(*args: Any, **kwargs: Any) -> DecodeState:
-    """`advance`, compiled; `state` is donated."""
-    return advance(*args, **kwargs)
