@@ -53,10 +53,12 @@ def target_config(**changes: Any) -> ModelConfig:
     return dataclasses.replace(ModelConfig(BLOCK, VOCAB, max_positions=1024), **changes)
 
 
-def drafter_config(target: ModelConfig, *, parallel: bool, **changes: Any) -> DrafterConfig:
-    """By default without a draft vocabulary, one layer, with a head of its own."""
+def drafter_config(
+    target: ModelConfig, *, parallel: bool, num_layers: int = 1, **changes: Any
+) -> DrafterConfig:
+    """By default without a draft vocabulary, with a head of its own."""
     config = DrafterConfig(
-        block=dataclasses.replace(BLOCK, num_layers=1),
+        block=dataclasses.replace(BLOCK, num_layers=num_layers),
         parallel=parallel,
         vocab_size=target.vocab_size,
         draft_vocab_size=target.vocab_size,
@@ -90,9 +92,10 @@ def drafter_params(
     rng = np.random.default_rng(seed)
     params = _random(drafter.abstract_params(config), rng)
     to_next, mean = fit
-    # The layer disturbs the fitted guess a little: all of the network takes part.
-    for module, name in (("self_attn", "o_proj"), ("mlp", "down_proj")):
-        params["layers_0"][module][name]["kernel"] *= np.float32(0.3)
+    # The layers disturb the fitted guess a little: all of the network takes part.
+    for layer in range(config.block.num_layers):
+        for module, name in (("self_attn", "o_proj"), ("mlp", "down_proj")):
+            params[f"layers_{layer}"][module][name]["kernel"] *= np.float32(0.3 / (1 + layer))
     params["fc"]["kernel"] = to_next
     if "draft_to_target" in params:
         ids = rng.permutation(config.vocab_size)[: config.draft_vocab_size].astype(np.int32)
@@ -172,6 +175,7 @@ def make(
     draft_vocab_size: int | None = None,
     vocab_size: int = VOCAB,
     head_noise: float = 0.05,
+    drafter_layers: int = 1,
     **changes: Any,
 ) -> Tiny:
     """Target and both drafters; the P-EAGLE drafter has a draft vocabulary if asked.
@@ -181,9 +185,14 @@ def make(
     tree = jax.device_put(target_params(target))
     drafters = {
         "p-eagle": drafter_config(
-            target, parallel=True, draft_vocab_size=draft_vocab_size or vocab_size
+            target,
+            parallel=True,
+            draft_vocab_size=draft_vocab_size or vocab_size,
+            num_layers=drafter_layers,
         ),
-        "eagle3": drafter_config(target, parallel=False, norm_output=True),
+        "eagle3": drafter_config(
+            target, parallel=False, norm_output=True, num_layers=drafter_layers
+        ),
     }
     fit = fit_features(target, tree, drafters["p-eagle"].aux_layer_ids)
     trees = {"target": tree}
