@@ -27,6 +27,7 @@ from peagle_jax.decoding.verify import Verified, verify_coupled, verify_rejectio
 from peagle_jax.models.cache import KVCache
 from peagle_jax.models.decoder import Decoder, DecoderOutput
 from peagle_jax.models.drafter import Drafter
+from peagle_jax.models.layers import ROW_TILE
 
 Params = dict[str, Any]  # {"target": ..., "drafter": ...}; "drafter" absent when plain
 
@@ -244,8 +245,33 @@ class Speculator:
             return self._draft_parallel(params, state, requests, noise)
         return self._draft_autoregressive(params, state, requests, noise)
 
-    def _draft_parallel(self, params, state, requests, noise):  # type: ignore[no-untyped-def]
-        """One pass over 2K rows: each sequence's m real rows, then its K-1 mask rows.
+    def _draft_parallel(
+        self, params: Params, state: DecodeState, requests: RequestArrays, noise: Array
+    ) -> tuple[Array, Array, KVCache]:
+        """One pass whatever K is: each sequence's m real rows, then its K-1 mask rows.
+
+        m is K+1 at most, but mostly small: where every sequence's rows fit one tile of
+        the matrix products, a smaller pass of the same meaning is taken.
+        """
+        k = self.num_draft_tokens
+        # A finished row's m is stale, and nothing of it counts.
+        m = jnp.where(state.finished, 1, state.pending_count)
+
+        def run(most: int) -> tuple[Array, KVCache]:
+            return self._parallel_pass(params, state, jnp.minimum(m, most), most)
+
+        few = max(1, ROW_TILE - (k - 1))
+        if few < k + 1:
+            stream, cache = jax.lax.cond(jnp.max(m) <= few, lambda: run(few), lambda: run(k + 1))
+        else:
+            stream, cache = run(k + 1)
+        drafts, logits = self._pick(params, stream, requests, noise)
+        return drafts, logits, cache
+
+    def _parallel_pass(
+        self, params: Params, state: DecodeState, m: Int[Array, "batch"], most: int
+    ) -> tuple[Float[Array, "batch drafts hidden"], KVCache]:
+        """The residual streams that draft, for at most `most` real rows a sequence.
 
         All rows of a sequence stand at consecutive positions from n - m on. The rows
         after the last mask row are padding: causal, so nothing that counts sees them.
@@ -254,21 +280,23 @@ class Speculator:
         assert self.drafter is not None
         assert self.drafter.mask_token_id is not None
         apply = self._drafter(params)
-        m = state.pending_count[:, None]
-        real = jnp.arange(2 * k) < m
-        extra = ((0, 0), (0, 2 * k - (k + 1)))
-        tokens = jnp.where(real, jnp.pad(state.pending_tokens, extra), self.drafter.mask_token_id)
-        features = jnp.pad(apply(state.pending_features, method="project"), (*extra, (0, 0)))
+        real = jnp.arange(most + k - 1) < m[:, None]
+        extra = ((0, 0), (0, k - 1))
+        tokens = jnp.pad(state.pending_tokens[:, :most], extra)
+        tokens = jnp.where(real, tokens, self.drafter.mask_token_id)
+        features = apply(state.pending_features[:, :most], method="project")
+        features = jnp.pad(features, (*extra, (0, 0)))
         features = jnp.where(real[..., None], features, apply(method="mask_feature"))
-        start = state.length - state.pending_count
-        stream, cache = apply(self._embed(params, tokens), features, start, state.draft_cache)
+        stream, cache = apply(
+            self._embed(params, tokens), features, state.length - m, state.draft_cache
+        )
         # Row m-1 holds the newest token and drafts the first; the mask rows follow it.
-        rows = m - 1 + jnp.arange(k)
-        stream = jnp.take_along_axis(stream, rows[..., None], axis=1)
-        drafts, logits = self._pick(params, stream, requests, noise)
-        return drafts, logits, cache
+        rows = m[:, None] - 1 + jnp.arange(k)
+        return jnp.take_along_axis(stream, rows[..., None], axis=1), cache
 
-    def _draft_autoregressive(self, params, state, requests, noise):  # type: ignore[no-untyped-def]
+    def _draft_autoregressive(
+        self, params: Params, state: DecodeState, requests: RequestArrays, noise: Array
+    ) -> tuple[Array, Array, KVCache]:
         """K passes: the m real rows first, then one row a pass from its own guesses."""
         k = self.num_draft_tokens
         assert state.draft_cache is not None
@@ -326,11 +354,21 @@ class Speculator:
             lambda: jnp.take(noise, ids, axis=-1),
         )
 
-    def _reject(self, params, drafts, draft_logits, processed, requests, positions):  # type: ignore[no-untyped-def]
+    def _reject(
+        self,
+        params: Params,
+        drafts: Array,
+        draft_logits: Array | None,
+        processed: Array,
+        requests: RequestArrays,
+        positions: Array,
+    ) -> Verified:
+        """The classical rule, with q over the target's vocabulary where drafts were sampled."""
         if self.draft_sampling == "greedy":
             draft_logits = None
         elif self.drafter and self.drafter.draft_vocab_size < self.drafter.vocab_size:
             ids = params["drafter"]["draft_to_target"]
+            assert draft_logits is not None
             full = jnp.full((*draft_logits.shape[:-1], self.target.vocab_size), sampling.MASKED)
             draft_logits = full.at[..., ids].set(draft_logits)
         accept = sampling.uniform_noise(requests, positions[:, :-1], sampling.STREAM_ACCEPT)

@@ -19,6 +19,8 @@ from jaxtyping import Array, Float, Int
 from peagle_jax.config import RopeConfig
 
 INIT_STDDEV = 0.02
+# Rows that a matrix product handles at once at no extra cost.
+ROW_TILE = 8
 normal_init = nn.initializers.normal(INIT_STDDEV)
 ones_init = nn.initializers.ones
 zeros_init = nn.initializers.zeros
@@ -62,12 +64,20 @@ class Linear(nn.Module):
 def matmul_out_in(
     x: Float[Array, "*rows in"], kernel: Float[Array, "out in"]
 ) -> Float[Array, "*rows out"]:
-    """`x @ kernel.T`, computed as `(kernel @ x.T).T`, accumulated in float32."""
+    """`x @ kernel.T`, computed as `(kernel @ x.T).T`, accumulated in float32.
+
+    2 to 15 rows are padded to a multiple of ROW_TILE: on CPU whole tiles are what keeps
+    a verification near the cost of one row (docs/design.md), and other platforms pad to
+    a tile anyway.
+    """
     flat = x.reshape(-1, x.shape[-1])
+    rows = flat.shape[0]
+    if 1 < rows < 2 * ROW_TILE:
+        flat = jnp.pad(flat, ((0, -rows % ROW_TILE), (0, 0)))
     y = jax.lax.dot_general(
         kernel, flat, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
     )
-    return y.T.reshape(*x.shape[:-1], kernel.shape[0])
+    return y[:, :rows].T.reshape(*x.shape[:-1], kernel.shape[0])
 
 
 class RMSNorm(nn.Module):

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from peagle_jax.convert.checkpoint import load_drafter, load_target
-from peagle_jax.errors import InputError
 from peagle_jax.models.cache import KVCache
 from peagle_jax.models.drafter import Drafter
 
