@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Checks on the real model that drafting never changes a token, and prints what it found.
 
-    .venv/bin/python scripts/check_lossless.py                    the whole matrix: hours on two cores
+    .venv/bin/python scripts/check_lossless.py        the whole matrix: hours on two cores
     .venv/bin/python scripts/check_lossless.py --limit 4 --num-draft-tokens 5 --batch-sizes 8
-    .venv/bin/python scripts/check_lossless.py --vllm-reference   against recorded answers of vLLM
+    .venv/bin/python scripts/check_lossless.py --vllm-reference  against recorded answers of vLLM
 
 The matrix: SmolLM2-135M-Instruct in float32 with the shipped P-EAGLE drafter, a random
 P-EAGLE and a random EAGLE-3 drafter, each K, each batch size, greedy and sampled (temperature
