@@ -1,0 +1,1 @@
+"""Training drafters on a target's own answers."""
