@@ -22,7 +22,7 @@ from peagle_jax.config import (
 from peagle_jax.decoding.speculate import Speculator
 from peagle_jax.errors import InputError
 from peagle_jax.runner import Output, Pair
-from peagle_jax.text import Prompt, encode_prompt
+from peagle_jax.text import Prompt
 
 DEFAULT_DRAFT_TOKENS = 5
 # Target aliases whose drafter ships with the package, under the same name.
@@ -131,22 +131,10 @@ def generate(
       InputError: before anything is compiled.
     """
     speculator = make_speculator(pair, method, num_draft_tokens, draft_sampling, verify)
-    if batch_size < 1:
-        raise InputError(f"batch_size: found {batch_size}, expected 1 or more")
     requests = _requests(pair, prompts, params, raw)
-    outputs: list[Output | None] = [None] * len(requests)
-    done = 0
-    for batch in batching.make_batches(requests, batch_size):
-        stops = any(r.params.stop for r in batch.requests)
-        run = runner.run_in_visits if stops else runner.run_whole
-        for request, output in zip(batch.requests, run(pair, speculator, batch), strict=True):
-            outputs[request.index] = output
-        done += len(batch.requests)
-        if progress:
-            progress(done, len(requests))
-    finished = [output for output in outputs if output is not None]
-    _warn_if_nothing_accepted(finished)
-    return finished
+    outputs, _ = runner.run_requests(pair, speculator, requests, batch_size, progress)
+    warn_if_nothing_accepted(outputs)
+    return outputs
 
 
 def stream(
@@ -173,7 +161,7 @@ def stream(
                 yield text.text[shown:upto]
                 shown = upto
         outputs = visit.outputs()
-        _warn_if_nothing_accepted(outputs)
+        warn_if_nothing_accepted(outputs)
         yield outputs[0]
 
     return pieces()
@@ -195,14 +183,13 @@ def _requests(
                 f"params: found {len(each)} entries, expected one, or one for each of the "
                 f"{len(listed)} prompts"
             )
-    requests = []
-    for index, (prompt, one) in enumerate(zip(listed, each, strict=True)):
-        where = f"prompt {index}"
-        ids = encode_prompt(pair.tokenizer, prompt, raw=raw, where=where)  # type: ignore[arg-type]
-        if one.stop and pair.tokenizer is None:
-            raise InputError(f"{where}: found stop strings, but no tokenizer is loaded")
-        requests.append(Request(index, batching.check_prompt(ids, pair.target, where), one))
-    return requests
+    return batching.make_requests(
+        pair.tokenizer,
+        pair.target,
+        listed,  # type: ignore[arg-type]
+        each,
+        raw=raw,
+    )
 
 
 def _is_one_prompt(prompts: Any) -> bool:
@@ -212,7 +199,7 @@ def _is_one_prompt(prompts: Any) -> bool:
     return isinstance(first, (int, dict)) and not isinstance(first, bool)
 
 
-def _warn_if_nothing_accepted(outputs: Sequence[Output]) -> None:
+def warn_if_nothing_accepted(outputs: Sequence[Output]) -> None:
     """An acceptance length of exactly 1 is how a drafter for another model looks."""
     drafts = sum(output.stats.num_drafts for output in outputs)
     if drafts >= SUSPICIOUS_DRAFTS and not any(output.stats.num_accepted for output in outputs):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import secrets
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +15,7 @@ from peagle_jax.config import ModelConfig, SamplingParams
 from peagle_jax.decoding.generate import PREFILL_CHUNK
 from peagle_jax.decoding.sampling import RequestArrays
 from peagle_jax.errors import InputError
+from peagle_jax.text import Prompt, encode_prompt
 
 MIN_PROMPT_SIZE = 64
 MIN_NEW_TOKENS = 32
@@ -104,11 +106,35 @@ def check_prompt(token_ids: Sequence[int], model: ModelConfig, where: str) -> tu
     return tuple(token_ids)
 
 
+def make_requests(
+    tokenizer: Any,
+    model: ModelConfig,
+    prompts: Sequence[Prompt],
+    params: Sequence[SamplingParams],
+    *,
+    raw: bool = False,
+) -> list[Request]:
+    """Prompts as token ids, each with its own parameters; raises InputError naming the prompt.
+
+    `raw` gives strings to the model without the chat template.
+    """
+    requests = []
+    for index, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+        where = f"prompt {index}"
+        ids = encode_prompt(tokenizer, prompt, raw=raw, where=where)
+        if one.stop and tokenizer is None:
+            raise InputError(f"{where}: found stop strings, but no tokenizer is loaded")
+        requests.append(Request(index, check_prompt(ids, model, where), one))
+    return requests
+
+
 def make_batches(requests: Sequence[Request], batch_size: int) -> list[Batch]:
     """Group requests of like prompt size, `batch_size` at most in each.
 
     A request's tokens do not depend on its batch, so the order is free.
     """
+    if batch_size < 1:
+        raise InputError(f"batch_size: found {batch_size}, expected 1 or more")
     ordered = sorted(requests, key=lambda r: (r.prompt_size, len(r.token_ids)))
     groups = [ordered[i : i + batch_size] for i in range(0, len(ordered), batch_size)]
     rows = min(batch_size, _power_of_two(len(ordered)))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from peagle_jax.batching import Batch
+from peagle_jax.batching import Batch, Request, make_batches
 from peagle_jax.config import DrafterConfig, ModelConfig
 from peagle_jax.decoding import generate as decode
 from peagle_jax.decoding.speculate import DecodeState, Speculator
@@ -46,6 +46,32 @@ class Output:
     prompt_tokens: int
     finish_reason: str
     stats: GenerationStats
+
+
+def run_requests(
+    pair: Pair,
+    speculator: Speculator,
+    requests: Sequence[Request],
+    batch_size: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[list[Output], GenerationStats]:
+    """Answers in the order of `requests`, and their total, in which each batch's time is
+    counted once. `progress` is called with (done, total) after each batch."""
+    order: list[int] = []
+    outputs: list[Output] = []
+    seconds = compile_seconds = 0.0
+    places = {request.index: place for place, request in enumerate(requests)}
+    for batch in make_batches(requests, batch_size):
+        stops = any(r.params.stop for r in batch.requests)
+        answers = (run_in_visits if stops else run_whole)(pair, speculator, batch)
+        seconds += answers[0].stats.seconds
+        compile_seconds += answers[0].stats.compile_seconds
+        order += [places[request.index] for request in batch.requests]
+        outputs += answers
+        if progress:
+            progress(len(outputs), len(requests))
+    outputs = [outputs[i] for i in np.argsort(order)]
+    return outputs, GenerationStats.total((o.stats for o in outputs), seconds, compile_seconds)
 
 
 def run_whole(pair: Pair, speculator: Speculator, batch: Batch) -> list[Output]:
