@@ -11,7 +11,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from peagle_jax.config import ModelConfig
-from peagle_jax.models.attention import attend_cached
+from peagle_jax.models.attention import Attend, attend_cached
 from peagle_jax.models.block import Block
 from peagle_jax.models.cache import KVCache
 from peagle_jax.models.layers import Embed, Linear, RMSNorm, rope_tables
@@ -61,20 +61,37 @@ class Decoder(nn.Module):
         `aux_layer_ids`: the depths handed to a drafter; id l is the residual
         stream after l layers (0 = the embeddings).
         """
-        block = self.config.block
         positions = start[:, None] + jnp.arange(tokens.shape[1])
+        attends = [
+            attend_cached(layer, start, self.config.block.window(index))
+            for index, layer in enumerate(cache.layers)
+        ]
+        hidden, features, written = self.run_layers(tokens, positions, attends, aux_layer_ids)
+        return DecoderOutput(hidden, features, KVCache(tuple(written)))
+
+    def run_layers(
+        self,
+        tokens: Int[Array, "batch rows"],
+        positions: Int[Array, "batch rows"],
+        attends: list[Attend],
+        aux_layer_ids: tuple[int, ...] = (),
+    ) -> tuple[Float[Array, "batch rows hidden"], Float[Array, "batch rows features"], list[Any]]:
+        """A pass with an Attend for each layer: the seam that training uses.
+
+        Returns `hidden` and `features` as in DecoderOutput, and what the Attends carry.
+        """
+        block = self.config.block
         rope = rope_tables(block.rope, block.head_dim, positions)
         x = self.embed_tokens(tokens)
-        streams, written = [x], []
-        for index, layer in enumerate(self.layers):
+        streams, carried = [x], []
+        for index, (layer, attend) in enumerate(zip(self.layers, attends, strict=True)):
             with jax.named_scope(f"layer_{index}"):
-                attend = attend_cached(cache.layers[index], start, block.window(index))
-                x, layer_cache = layer(x, rope, attend)
+                x, layer_carried = layer(x, rope, attend)
             streams.append(x)
-            written.append(layer_cache)
+            carried.append(layer_carried)
         hidden = self.norm(x)
         chunks = [streams[i] for i in aux_layer_ids] or [hidden]
-        return DecoderOutput(hidden, jnp.concatenate(chunks, axis=-1), KVCache(tuple(written)))
+        return hidden, jnp.concatenate(chunks, axis=-1), carried
 
     def logits(self, hidden: Float[Array, "*rows hidden"]) -> Float[Array, "*rows vocab"]:
         """Next-token logits in float32 of normalised hidden states."""
