@@ -97,7 +97,7 @@ def read_meta(folder: Path) -> AnswersMeta:
     return AnswersMeta(**{field.name: found[field.name] for field in _fields(AnswersMeta)})
 
 
-class AnswersFile(Sequence[Answer]):
+class AnswersFile:
     """Answers of a folder by their index, read from the file when asked for.
 
     Only the offset of every line is in memory (8 bytes each). Answers added after the file
@@ -125,10 +125,8 @@ class AnswersFile(Sequence[Answer]):
     def __len__(self) -> int:
         return len(self._offsets) - 1
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: int) -> Answer:
         """The answer of line `index + 1`. Raises InputError where that line is not one."""
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
         if not -len(self) <= index < len(self):
             raise IndexError(f"{self.path}: answer {index} of {len(self)}")
         index %= len(self)

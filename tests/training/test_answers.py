@@ -75,7 +75,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         assert writer.ids == {"a", "b", "c"}
     found = AnswersFile(folder)
     assert list(found) == written
-    assert (len(found), found[-1], found[1:]) == (3, written[2], written[1:])
+    assert (len(found), found[-1], found[-3]) == (3, written[2], written[0])
     assert found.where(1) == f"{folder / ANSWERS}:2"
     with pytest.raises(IndexError):
         found[3]
