@@ -21,7 +21,6 @@ from peagle_jax.training.answers import ANSWERS
 from peagle_jax.training.batch import PackedBatch
 from peagle_jax.training.data import DataConfig, TrainingData
 from peagle_jax.training.documents import open_answers
-from peagle_jax.training.packing import plan_packing
 from tests.training.folders import TOKENIZER, VOCAB, numbered, random_sizes, write_folder
 
 LENGTH = 32
@@ -76,37 +75,6 @@ def as_documents(pairs: Iterable[tuple[Iterable[int], Iterable[int]]]) -> list[D
 def equal(left: PackedBatch, right: PackedBatch) -> bool:
     names = ("tokens", "documents", "positions", "answer")
     return all(np.array_equal(getattr(left, name), getattr(right, name)) for name in names)
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    lengths=st.lists(st.integers(1, 20), max_size=60),
-    seed=st.integers(0, 2**32 - 1),
-)
-def test_a_plan_holds_every_document_once_and_fills_rows(lengths: list[int], seed: int) -> None:
-    sizes = np.array(lengths, np.int64)
-    plan = plan_packing(sizes, 20, seed)
-    assert sorted(plan.documents.tolist()) == list(range(len(lengths)))
-    used = [int(sizes[plan.row(row)].sum()) for row in range(plan.num_rows)]
-    assert all(1 <= one <= 20 for one in used)
-    # A document opens a row only where it has no room in another: no two rows are half empty.
-    assert sum(one <= 10 for one in used) <= 1
-    assert plan.num_rows == plan_packing(sizes, 20, seed).num_rows
-
-
-def test_a_plan_takes_the_tightest_row() -> None:
-    """Whatever the order: 9 + 1 and 8 + 2 fill two rows of 10 in every best fit that does not
-    begin with both small ones."""
-    rows = {plan_packing(np.array([9, 8, 2, 1]), 10, seed).num_rows for seed in range(40)}
-    assert rows == {2, 3}
-    full = [plan_packing(np.array([9, 8, 2, 1]), 10, seed).num_rows for seed in range(40)]
-    assert full.count(2) > 20
-
-
-def test_a_plan_refuses_what_cannot_be_packed() -> None:
-    for bad in ([0], [5, 11]):
-        with pytest.raises(ValueError, match="document lengths"):
-            plan_packing(np.array(bad), 10, 0)
 
 
 @settings(
