@@ -63,7 +63,7 @@ def convert(
         raise opened.reader.fail("found a target, expected a drafter, as a target was given")
     if any(folder == path or folder in path.absolute().parents for path in opened.reader.files):
         raise InputError(f"{folder}: found the source inside, expected another output folder")
-    with _atomic_folder(folder) as partial:
+    with atomic_folder(folder) as partial:
         max_positions = _max_positions(opened, target_config)
         if to == "vllm":
             write_huggingface(partial, opened, max_positions)
@@ -112,7 +112,7 @@ def _check_free(folder: Path, overwrite: bool) -> None:
 
 
 @contextmanager
-def _atomic_folder(folder: Path) -> Iterator[Path]:
+def atomic_folder(folder: Path) -> Iterator[Path]:
     """A folder to fill beside `folder`, which it becomes when all went well."""
     partial = folder.with_name(f".{folder.name}.partial")
     replaced = folder.with_name(f".{folder.name}.replaced")

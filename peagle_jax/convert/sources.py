@@ -23,6 +23,10 @@ _TOKENIZER = (
     "chat_template*",
 )  # fmt: skip
 
+# What marks a folder of `peagle train`, and the drafters in it: the first that is there counts.
+RUN_CONFIG = "config.toml"
+RUN_BEST, RUN_FINAL = "best", "final"
+
 SMOLLM2_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
@@ -30,8 +34,9 @@ def locate(source: str | os.PathLike[str], kind: Kind = "target", *, weights: bo
     """The file or folder of `source`.
 
     Args:
-        source: a path; the alias "smollm2"; or a hub repository `org/name`, which is
-            downloaded into the Hugging Face cache unless it is there.
+        source: a path, also of a training run, which stands for its best drafter (its last
+            one if none was evaluated); the alias "smollm2"; or a hub repository `org/name`,
+            which is downloaded into the Hugging Face cache unless it is there.
         kind: what the alias stands for: the model or its shipped drafter.
         weights: False fetches a hub repository's small files alone.
 
@@ -40,7 +45,7 @@ def locate(source: str | os.PathLike[str], kind: Kind = "target", *, weights: bo
     name = os.fspath(source)
     path = Path(name).expanduser()
     if path.exists():
-        return path
+        return _of_a_run(path) if (path / RUN_CONFIG).is_file() else path
     if name == "smollm2":
         return _smollm2_target() if kind == "target" else shipped.path("smollm2-135m-p-eagle")
     if _HUB_ID.fullmatch(name) and not path.is_absolute():
@@ -48,6 +53,17 @@ def locate(source: str | os.PathLike[str], kind: Kind = "target", *, weights: bo
     raise InputError(
         f"{name}: found no such file or folder, expected a checkpoint, the name smollm2 "
         "or a hub repository org/name"
+    )
+
+
+def _of_a_run(run: Path) -> Path:
+    """The drafter that a training run's folder stands for."""
+    for name in (RUN_BEST, RUN_FINAL):
+        if (run / name / "config.json").is_file():
+            return run / name
+    raise InputError(
+        f"{run}: found a training run without a drafter yet, expected {RUN_BEST} or {RUN_FINAL} "
+        "in it: it is written at an evaluation, and at the end"
     )
 
 

@@ -138,13 +138,32 @@ class TrainingData:
             )
         if num_epochs is not None and num_epochs < 1:
             raise InputError(f"num_epochs: found {num_epochs}, expected 1 or more")
-        rows = grain.MapDataset.source(_Rows(self._documents, self._plan, self.config.length))
-        if self.config.shuffle:
-            rows = rows.shuffle(seed=int(self._row_seed))
-        whole = self.batches_per_epoch * self.config.batch_size
-        padded = _PaddedEpochs(rows, whole, _empty_row(self.config.length))
+        rows = _Rows(self._documents, self._plan, self.config.length)
+        padded = self._in_order(rows, _empty_row(self.config.length))
         own = padded.slice(slice(shard_index, None, shard_count))
         return BatchIterator(own.batch(size, batch_fn=_stack).repeat(num_epochs), self)
+
+    def documents_in(self, batch: int) -> list[str]:
+        """File and line of every document in a batch, all shards together.
+
+        Batches count from 0, over all epochs: it is `BatchIterator.num_done` before that one.
+        """
+        rows = self._in_order(range(self.num_rows), None)
+        places = range(batch * self.config.batch_size, (batch + 1) * self.config.batch_size)
+        return [
+            self._documents.where(int(document))
+            for row in (rows[place] for place in places)
+            if row is not None
+            for document in self._plan.row(row)
+        ]
+
+    def _in_order(self, rows: Any, padding: Any) -> grain.MapDataset:
+        """What stands for each row, in the order of training, and `padding` up to whole batches."""
+        ordered = grain.MapDataset.source(rows)
+        if self.config.shuffle:
+            ordered = ordered.shuffle(seed=int(self._row_seed))
+        whole = self.batches_per_epoch * self.config.batch_size
+        return _PaddedEpochs(ordered, whole, padding)
 
     @functools.cached_property
     def fingerprint(self) -> dict[str, Any]:
@@ -252,7 +271,7 @@ class _Rows:
 class _PaddedEpochs(grain.MapDataset):
     """Every epoch of the parent, followed by one and the same element up to `length`."""
 
-    def __init__(self, parent: grain.MapDataset, length: int, padding: Row) -> None:
+    def __init__(self, parent: grain.MapDataset, length: int, padding: Any) -> None:
         super().__init__(parent)
         self._length = length
         self._padding = padding

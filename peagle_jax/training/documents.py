@@ -118,6 +118,10 @@ class Documents:
         tokens = np.array(answer.prompt_ids + answer.answer_ids, np.int32)[:size]
         return tokens, np.arange(size) >= len(answer.prompt_ids)
 
+    def where(self, index: int) -> str:
+        """File and line of a document."""
+        return self._files[self._file_of[index]].where(int(self._line_of[index]))
+
     def _refuse(self, place: np.intp, problem: str) -> InputError:
         file, line = self._files[self._file_of[place]], int(self._line_of[place])
         return InputError(f"{file.where(line)}: id {file[line].id!r}: {problem}")

@@ -68,6 +68,18 @@ def test_hub_fetches_only_what_is_needed(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(asked) == 1
 
 
+def test_a_training_run_is_its_best_drafter_else_its_last(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / sources.RUN_CONFIG).touch()
+    with pytest.raises(InputError, match="found a training run without a drafter yet"):
+        locate(run, "drafter")
+    for name in (sources.RUN_FINAL, sources.RUN_BEST):
+        (run / name).mkdir()
+        (run / name / "config.json").touch()
+        assert locate(run, "drafter") == run / name
+
+
 def test_tokenizer_files(tmp_path: Path) -> None:
     names = ["chat_template.jinja", "tokenizer.json", "tokenizer_config.json", "vocab.json"]
     for name in [*names, "config.json", "model.safetensors"]:
