@@ -1,14 +1,16 @@
 """Losses between the drafter's and the target's next-token distributions, in blocks of rows.
 
 Both distributions are over the draft vocabulary, the target's renormalised over it. Logits of
-one block of rows exist at a time, forward and backward: a vocabulary of 200,000 times thousands
-of elements would not fit otherwise.
+one block of rows exist at a time: a vocabulary of 200,000 times thousands of elements would not
+fit otherwise. A block's gradient is taken while its logits are there, so that no product with
+a head is done twice: where heads are frozen, two for the drafter and one for the target.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +19,9 @@ from jaxtyping import Array, Float, Int
 
 from peagle_jax.errors import InputError
 
-Logits = Callable[[Array], Array]  # [rows, hidden] -> [rows, draft_vocab]
+# ([rows, hidden], parameters) -> [rows, draft_vocab]
+DraftLogits = Callable[[Array, Any], Array]
+TargetLogits = Callable[[Array], Array]  # [rows, target_hidden] -> [rows, draft_vocab]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,8 +91,9 @@ class DepthSums:
 
 
 def blocked_loss(
-    draft_logits: Logits,
-    target_logits: Logits,
+    draft_logits: DraftLogits,
+    draft_params: Any,
+    target_logits: TargetLogits,
     stream: Float[Array, "elements hidden"],
     target_hidden: Float[Array, "positions target_hidden"],
     target_row: Int[Array, "elements"],
@@ -100,12 +105,14 @@ def blocked_loss(
 ) -> tuple[Float[Array, ""], DepthSums]:
     """The weighted sum of all elements' losses, and its parts by depth.
 
-    Gradients flow into `stream` and into whatever `draft_logits` closes over, never into the
-    target. Elements without weight cost nothing: those that count are brought together first,
-    and the blocks that then hold none are skipped.
+    Differentiable, once, in `stream` and `draft_params`, and in nothing else. Elements without
+    weight cost nothing: those that count are brought together first, and the blocks that then
+    hold none are skipped.
 
     Args:
-      draft_logits: rows of `stream` to float32 logits over the draft vocabulary.
+      draft_logits: rows of `stream` to logits over the draft vocabulary. What it closes over
+        gets no gradient: a frozen head belongs there.
+      draft_params: what is trained of its parameters.
       target_logits: rows of `target_hidden` to the target's logits over the same tokens.
       target_row: which row of `target_hidden` each element is compared with. Rows out of
         range are allowed where the weight is 0.
@@ -121,51 +128,91 @@ def blocked_loss(
     size = min(config.block_size, elements)
     pad = -elements % size
     weight = weight.astype(jnp.float32)
+    depth_weights = jnp.asarray(config.depth_weights or (1.0,) * num_depths, jnp.float32)
+    parameters = jax.lax.stop_gradient(draft_params)
 
-    # Stable, so that neighbours stay together; padding repeats no element that counts.
+    # Stable, so that neighbours stay together.
     order = jnp.argsort(weight <= 0, stable=True)
     in_order = jax.tree.map(
         lambda x: jnp.pad(x[order], ((0, pad), *[(0, 0)] * (x.ndim - 1))).reshape(
             -1, size, *x.shape[1:]
         ),
-        (stream, target_row, labels, weight),
+        jax.lax.stop_gradient((stream, target_row, labels, weight, depth_weights[depth])),
     )
 
-    def block(
-        inputs: tuple[Array, Array, Array, Array],
-    ) -> tuple[Float[Array, "rows"], Float[Array, "rows"]]:
-        rows, target, label, scale = inputs
+    def block(total_gradient: Any, inputs: tuple[Array, ...]) -> tuple[Any, tuple[Array, ...]]:
+        rows, target, label, counts, depth_weight = inputs
 
-        def compute() -> tuple[Array, Array]:
-            hidden = target_hidden.at[target].get(mode="clip")
-            wanted = jax.lax.stop_gradient(target_logits(hidden)).astype(jnp.float32)
-            return _row_losses(draft_logits(rows).astype(jnp.float32), wanted, label, config)
+        def compute() -> tuple[Any, tuple[Array, ...]]:
+            wanted = target_logits(target_hidden.at[target].get(mode="clip"))
 
-        def skip() -> tuple[Array, Array]:
+            def loss_of(parameters: Any, rows: Array) -> tuple[Array, tuple[Array, Array]]:
+                losses, correct = _row_losses(
+                    draft_logits(rows, parameters).astype(jnp.float32),
+                    jax.lax.stop_gradient(wanted).astype(jnp.float32),
+                    label,
+                    config,
+                )
+                # `where`, not a product: what an uncounted row holds must not matter.
+                losses = jnp.where(counts > 0, counts * losses, 0)
+                correct = jnp.where(counts > 0, correct, 0)
+                return jnp.sum(depth_weight * losses), (losses, correct)
+
+            (gradient, along_rows), (losses, correct) = jax.grad(
+                loss_of, argnums=(0, 1), has_aux=True
+            )(parameters, rows)
+            added = jax.tree.map(lambda a, b: a + b.astype(a.dtype), total_gradient, gradient)
+            return added, (losses, correct, along_rows)
+
+        def skip() -> tuple[Any, tuple[Array, ...]]:
             nothing = jnp.zeros((size,), jnp.float32)
-            return nothing, nothing
+            return total_gradient, (nothing, nothing, jnp.zeros_like(rows))
 
-        loss, correct = jax.lax.cond(jnp.any(scale > 0), compute, skip)
-        # `where`, not a product: what an uncounted row holds must not matter.
-        return jnp.where(scale > 0, scale * loss, 0), jnp.where(scale > 0, correct, 0)
+        return jax.lax.cond(jnp.any(counts > 0), compute, skip)
 
-    # The backward pass computes a block's logits again instead of keeping them.
-    step = jax.checkpoint(lambda _, inputs: (None, block(inputs)), prevent_cse=False)
-    _, (losses, correct) = jax.lax.scan(step, None, in_order)
-
-    depth, weight = depth[order], weight[order]
+    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), parameters)
+    gradient, outputs = jax.lax.scan(block, nothing, in_order)
+    losses, correct, along_rows = (
+        jnp.zeros((elements, *x.shape[2:]), x.dtype)
+        .at[order]
+        .set(x.reshape(-1, *x.shape[2:])[:elements], unique_indices=True)
+        for x in outputs
+    )
 
     def by_depth(values: Float[Array, "elements"]) -> Float[Array, "depths"]:
         return jax.ops.segment_sum(values, depth, num_segments=num_depths)
 
     sums = DepthSums(
-        loss=by_depth(losses.reshape(-1)[:elements]),
-        correct=by_depth(correct.reshape(-1)[:elements]),
+        loss=by_depth(losses),
+        correct=by_depth(correct),
         count=by_depth((weight > 0).astype(jnp.float32)),
         weight=by_depth(weight),
     )
-    scales = jnp.asarray(config.depth_weights or (1.0,) * num_depths, jnp.float32)
-    return jnp.sum(scales * sums.loss), jax.lax.stop_gradient(sums)
+    sums = jax.lax.stop_gradient(sums)
+    total = jnp.sum(depth_weights * sums.loss)
+    return _with_gradient(total, (draft_params, stream), (gradient, along_rows)), sums
+
+
+@jax.custom_vjp
+def _with_gradient(value: Float[Array, ""], inputs: Any, gradient: Any) -> Float[Array, ""]:
+    """`value`, whose gradient in `inputs` is `gradient`."""
+    del inputs, gradient
+    return value
+
+
+def _with_gradient_forward(value: Array, inputs: Any, gradient: Any) -> tuple[Array, Any]:
+    # The gradient comes back in the dtype of what it belongs to.
+    like = jax.tree.map(lambda x: jnp.zeros((), x.dtype), inputs)
+    return value, (gradient, like)
+
+
+def _with_gradient_backward(kept: Any, cotangent: Array) -> tuple[Array, Any, Any]:
+    gradient, like = kept
+    scaled = jax.tree.map(lambda g, x: (cotangent * g).astype(x.dtype), gradient, like)
+    return jnp.zeros_like(cotangent), scaled, jax.tree.map(jnp.zeros_like, gradient)
+
+
+_with_gradient.defvjp(_with_gradient_forward, _with_gradient_backward)
 
 
 def _row_losses(

@@ -48,6 +48,7 @@ class Networks:
             # Rows of the draft vocabulary are gathered here, once, not in each block of rows.
             params["lm_head"] = {"kernel": self._target_head}
         self._params = params
+        self.head_params = {name: params[name] for name in ("norm", "lm_head") if name in trained}
         self._network = Drafter(dataclasses.replace(drafter, own_head=True), dtype)
 
     def _apply(self, *args: Any, method: str) -> Any:
@@ -56,9 +57,10 @@ class Networks:
     def embed(self, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows hidden"]:
         """Token vectors; the mask token's is the trained one."""
         vectors = self._apply(tokens, self._lent_embedding, method="embed")
-        if self._mask_embedding is None:
+        mask_id = self.config.mask_token_id
+        if self._mask_embedding is None or mask_id is None:
             return vectors
-        is_mask = jnp.equal(tokens, self.config.mask_token_id)[..., None]
+        is_mask = jnp.equal(tokens, mask_id)[..., None]
         return jnp.where(is_mask, self._mask_embedding, vectors)
 
     def project(self, features: Float[Array, "*rows raw"]) -> Float[Array, "*rows hidden"]:
@@ -83,9 +85,16 @@ class Networks:
         """What an autoregressive drafter feeds back."""
         return self._apply(stream, method="next_feature")
 
-    def draft_logits(self, stream: Float[Array, "*rows hidden"]) -> Float[Array, "*rows vocab"]:
-        """The drafter's float32 logits over the draft vocabulary."""
-        return self._apply(stream, method="logits")
+    def draft_logits(
+        self, stream: Float[Array, "*rows hidden"], head_params: Params | None = None
+    ) -> Float[Array, "*rows vocab"]:
+        """The drafter's float32 logits over the draft vocabulary.
+
+        `head_params` takes the place of the attribute of that name: what is trained of the
+        parameters that make logits of a stream, as an argument to differentiate by.
+        """
+        params = self._params if head_params is None else {**self._params, **head_params}
+        return self._network.apply({"params": params}, stream, method="logits")
 
     def target_logits(self, hidden: Float[Array, "*rows hidden"]) -> Float[Array, "*rows vocab"]:
         """The target's float32 logits over the draft vocabulary alone."""

@@ -39,7 +39,8 @@ ARRAYS = ("stream", "target_hidden", "target_row", "labels", "weight", "depth")
 
 def run(given: dict[str, Any], config: LossConfig) -> tuple[jax.Array, DepthSums]:
     return blocked_loss(
-        lambda rows: rows @ given["head"].T,
+        lambda rows, head: rows @ head.T,
+        given["head"],
         lambda rows: rows @ given["target_head"].T,
         num_depths=DEPTHS,
         config=config,
@@ -93,7 +94,8 @@ def test_known_values():
         ({"kl": 0.0, "tv": 1.0}, 0.25),
     ):
         total, sums = blocked_loss(
-            lambda rows: jnp.zeros((rows.shape[0], 4)),
+            lambda rows, _: jnp.zeros((rows.shape[0], 4)),
+            {},
             lambda rows: jnp.log(jnp.asarray(p, jnp.float32)) + rows,
             jnp.zeros((2, 3)),
             jnp.full((1, 1), 7.0),  # a constant added to all logits changes nothing
@@ -171,14 +173,15 @@ def test_what_uncounted_elements_hold_does_not_matter():
 def test_blocks_without_weight_are_skipped():
     calls = []
 
-    def draft(rows: jax.Array) -> jax.Array:
+    def draft(rows: jax.Array, head: jax.Array) -> jax.Array:
         jax.debug.callback(lambda: calls.append(1))
-        return rows @ given["head"].T
+        return rows @ head.T
 
     given = make_inputs()
     given["weight"] = jnp.zeros(ELEMENTS).at[jnp.array([3, 17, 28])].set(1.0)
     blocked_loss(
         draft,
+        given["head"],
         lambda rows: rows @ given["target_head"].T,
         num_depths=DEPTHS,
         config=LossConfig(block_size=4),
@@ -214,7 +217,8 @@ def test_logits_of_one_block_live_at_once():
 
     def loss(stream: jax.Array, head: jax.Array) -> jax.Array:
         return blocked_loss(
-            lambda rows: rows @ head.T,
+            lambda rows, head: rows @ head.T,
+            head,
             lambda rows: rows @ jnp.ones((vocab, hidden)).T,
             stream,
             jnp.ones((1, hidden)),
