@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from peagle_jax import batching, compile_cache, runner
 from peagle_jax.batching import Request
@@ -195,8 +196,10 @@ def _requests(
 def _is_one_prompt(prompts: Any) -> bool:
     if isinstance(prompts, str):
         return True
+    if isinstance(prompts, np.ndarray):
+        return prompts.ndim == 1
     first = prompts[0] if isinstance(prompts, Sequence) and prompts else None
-    return isinstance(first, (int, dict)) and not isinstance(first, bool)
+    return isinstance(first, (int, np.integer, dict)) and not isinstance(first, bool)
 
 
 def warn_if_nothing_accepted(outputs: Sequence[Output]) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+import numpy as np
+
 from peagle_jax.errors import InputError
 
 # A string, a chat (list of {"role", "content"}), or token ids.
-Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
+Prompt = str | Sequence[Mapping[str, str]] | Sequence[int] | Sequence[np.integer] | np.ndarray
 
 _UNFINISHED = "\ufffd"  # what a tokenizer decodes half a character to
 
@@ -25,6 +27,8 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, *, raw: bool, where: str = "pr
         if raw or not getattr(tokenizer, "chat_template", None):
             return _not_empty(tokenizer(prompt)["input_ids"], where)
         return encode_prompt(tokenizer, [{"role": "user", "content": prompt}], raw=raw, where=where)
+    if isinstance(prompt, np.ndarray) and prompt.ndim == 1:
+        prompt = prompt.tolist()
     if not isinstance(prompt, Sequence) or not prompt:
         raise InputError(f"{where}: found {prompt!r}, expected text, chat messages or token ids")
     if all(isinstance(item, Mapping) for item in prompt):
@@ -40,7 +44,7 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, *, raw: bool, where: str = "pr
             list(prompt), add_generation_prompt=True, tokenize=True, return_dict=False
         )
         return _not_empty(ids, where)
-    if all(isinstance(item, int) and not isinstance(item, bool) for item in prompt):
+    if all(isinstance(item, (int, np.integer)) and not isinstance(item, bool) for item in prompt):
         return [int(item) for item in cast("Sequence[int]", prompt)]
     raise InputError(f"{where}: found mixed items, expected text, chat messages or token ids")
 

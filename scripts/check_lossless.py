@@ -18,7 +18,7 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -143,9 +143,10 @@ def run_matrix(
     drafters: Sequence[str] = DRAFTERS,
     kinds: Sequence[str] = ("greedy", "sampled"),
     draft_sampling: Sequence[str] = ("sample", "greedy"),
+    on_outcome: Callable[[Outcome], None] = lambda outcome: None,
 ) -> list[Outcome]:
-    """Every cell against plain decoding. A greedy request's drafts are argmaxes in either mode:
-    it runs in the first one alone."""
+    """Every cell against plain decoding; `on_outcome` is called as each is done. A greedy
+    request's drafts are argmaxes in either mode: it runs in the first one alone."""
     cells = [
         Cell(drafter, kind, mode, k, batch_size)
         for drafter in drafters
@@ -181,6 +182,7 @@ def run_matrix(
                 batch_size=cell.batch_size,
             )
             outcomes.append(compare(pair, cell, ids, params, plain, outputs))
+            on_outcome(outcomes[-1])
     return outcomes
 
 
@@ -279,7 +281,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--requests", nargs="+", choices=("greedy", "sampled"), default=["greedy", "sampled"])
     add("--draft-sampling", nargs="+", choices=("sample", "greedy"), default=["sample", "greedy"])
     add("--vllm-reference", action="store_true", help="compare with vLLM's recorded answers alone")
-    add("--json", action="store_true", help="print one JSON object a cell instead of the table")
+    add("--json", action="store_true", help="one JSON object a cell, as each is done")
     return parser.parse_args(argv)
 
 
@@ -295,6 +297,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("Tokens, drafts and accepted drafts equal vLLM's, prompt by prompt.")
         return int(bool(differences))
     prompts = [row["prompt"] for row in read_rows(options.prompts)][: options.limit]
+
+    def as_json(outcome: Outcome) -> None:
+        print(json.dumps(dataclasses.asdict(outcome)), flush=True)
+
     outcomes = run_matrix(
         shipped,
         prompts,
@@ -304,11 +310,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         drafters=options.drafters,
         kinds=options.requests,
         draft_sampling=options.draft_sampling,
+        **({"on_outcome": as_json} if options.json else {}),
     )
-    if options.json:
-        for outcome in outcomes:
-            print(json.dumps(dataclasses.asdict(outcome)))
-    else:
+    if not options.json:
         print_outcomes(outcomes)
     return int(any(outcome.differences for outcome in outcomes))
 

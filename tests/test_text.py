@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jaxtyping
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -91,6 +92,13 @@ def test_a_whole_chat_is_kept(tokenizer) -> None:
 
 def test_token_ids_need_no_tokenizer() -> None:
     assert encode_prompt(None, (5, 0, 7), raw=False) == [5, 0, 7]
+
+
+@pytest.mark.parametrize("ids", [np.array([3, 1, 2]), list(np.array([3, 1, 2], np.uint16))])
+def test_numpy_token_ids_become_plain_ones(ids) -> None:
+    found = encode_prompt(None, ids, raw=False)
+    assert found == [3, 1, 2]
+    assert all(type(one) is int for one in found)
 
 
 def test_a_tokenizer_without_template_takes_text_as_it_is() -> None:

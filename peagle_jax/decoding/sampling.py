@@ -58,15 +58,11 @@ def process_logits(
 
     Greedy rows come back as they are. Float32 in and out.
     """
-
-    def scale_and_filter() -> Array:
-        temperature = jnp.where(requests.greedy, 1.0, requests.temperature)
-        scaled = logits / temperature[:, None, None]
-        return jax.lax.cond(
-            jnp.any(requests.filtered), lambda: _filter(scaled, requests), lambda: scaled
-        )
-
-    return jax.lax.cond(jnp.all(requests.greedy), lambda: logits, scale_and_filter)
+    temperature = jnp.where(requests.greedy, 1.0, requests.temperature)
+    scaled = logits / temperature[:, None, None]
+    return jax.lax.cond(
+        jnp.any(requests.filtered), lambda: _filter(scaled, requests), lambda: scaled
+    )
 
 
 def gumbel_noise(

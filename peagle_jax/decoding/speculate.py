@@ -151,13 +151,12 @@ class Speculator:
                 state.target_cache,
                 self.aux_layer_ids,
             )
-            logits = self.target_logits(params, out.hidden)
-            processed = sampling.process_logits(logits, requests)
             if self.verification == "coupled" or not self.drafts:
-                verified = verify_coupled(drafts, sampling.choose(processed, noise))
+                choices = self.choose(params, out.hidden, requests, noise)
+                verified = verify_coupled(drafts, choices)
             else:
                 verified = self._reject(
-                    params, drafts, draft_logits, processed, requests, positions
+                    params, drafts, draft_logits, out.hidden, requests, positions
                 )
         with jax.named_scope("commit"):
             active = ~state.finished
@@ -247,7 +246,7 @@ class Speculator:
 
     def _draft_parallel(
         self, params: Params, state: DecodeState, requests: RequestArrays, noise: Array
-    ) -> tuple[Array, Array, KVCache]:
+    ) -> tuple[Array, Array | None, KVCache]:
         """One pass whatever K is: each sequence's m real rows, then its K-1 mask rows.
 
         m is K+1 at most, but mostly small: where every sequence's rows fit one tile of
@@ -296,7 +295,7 @@ class Speculator:
 
     def _draft_autoregressive(
         self, params: Params, state: DecodeState, requests: RequestArrays, noise: Array
-    ) -> tuple[Array, Array, KVCache]:
+    ) -> tuple[Array, Array | None, KVCache]:
         """K passes: the m real rows first, then one row a pass from its own guesses."""
         k = self.num_draft_tokens
         assert state.draft_cache is not None
@@ -322,7 +321,8 @@ class Speculator:
             drafts, logits = self._pick(params, stream, requests, noise[:, j : j + 1])
             all_drafts.append(drafts)
             all_logits.append(logits)
-        return jnp.concatenate(all_drafts, 1), jnp.concatenate(all_logits, 1), cache
+        kept = [logits for logits in all_logits if logits is not None]
+        return jnp.concatenate(all_drafts, 1), jnp.concatenate(kept, 1) if kept else None, cache
 
     def _pick(
         self,
@@ -330,47 +330,72 @@ class Speculator:
         stream: Float[Array, "batch drafts hidden"],
         requests: RequestArrays,
         noise: Float[Array, "batch drafts vocab"],
-    ) -> tuple[Int[Array, "batch drafts"], Float[Array, "batch drafts draft_vocab"]]:
-        """Drafts from the drafter's streams: argmax, or sampled with the target's own noise."""
+    ) -> tuple[Int[Array, "batch drafts"], Float[Array, "batch drafts draft_vocab"] | None]:
+        """Drafts from the drafter's streams: argmax, or sampled with the target's own noise.
+
+        The processed logits come with them where a verification by rejection needs them.
+        """
         apply = self._drafter(params)
-        logits = apply(stream, self._lent_head(params), method="logits")
-        if self.draft_sampling == "sample":
-            logits = sampling.process_logits(logits, requests)
-            draft_ids = sampling.choose(logits, self._to_draft_vocab(params, noise, requests))
+        head = self._lent_head(params)
+
+        def best() -> Array:
+            return apply(stream, head, method="best")
+
+        def sample() -> tuple[Array, Array]:
+            logits = sampling.process_logits(apply(stream, head, method="logits"), requests)
+            return sampling.choose(logits, self._to_draft_vocab(params, noise)), logits
+
+        logits = None
+        if self.draft_sampling == "greedy":
+            draft_ids = best()
+        elif self.verification == "rejection":
+            draft_ids, logits = sample()
         else:
-            draft_ids = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+            draft_ids = jax.lax.cond(jnp.all(requests.greedy), best, lambda: sample()[0])
         return apply(draft_ids, method="target_ids"), logits
 
-    def _to_draft_vocab(self, params: Params, noise: Array, requests: RequestArrays) -> Array:
+    def choose(
+        self,
+        params: Params,
+        hidden: Float[Array, "batch rows hidden"],
+        requests: RequestArrays,
+        noise: Float[Array, "batch rows vocab"],
+    ) -> Int[Array, "batch rows"]:
+        """The target's own token at every row. Where no row samples nothing is made of
+        the logits but their argmax."""
+        decoder = self._decoder()
+
+        def apply(method: str) -> Any:
+            return decoder.apply({"params": params["target"]}, hidden, method=method)
+
+        def sample() -> Array:
+            return sampling.choose(sampling.process_logits(apply("logits"), requests), noise)
+
+        return jax.lax.cond(jnp.all(requests.greedy), lambda: apply("best"), sample)
+
+    def _to_draft_vocab(self, params: Params, noise: Array) -> Array:
         """The noise of the draft vocabulary's tokens."""
         assert self.drafter is not None
         if self.drafter.draft_vocab_size == self.drafter.vocab_size:
             return noise
-        ids = params["drafter"]["draft_to_target"]
-        shape = (*noise.shape[:-1], self.drafter.draft_vocab_size)
-        return jax.lax.cond(
-            jnp.all(requests.greedy),
-            lambda: jnp.zeros(shape, noise.dtype),
-            lambda: jnp.take(noise, ids, axis=-1),
-        )
+        return jnp.take(noise, params["drafter"]["draft_to_target"], axis=-1)
 
     def _reject(
         self,
         params: Params,
         drafts: Array,
         draft_logits: Array | None,
-        processed: Array,
+        hidden: Array,
         requests: RequestArrays,
         positions: Array,
     ) -> Verified:
         """The classical rule, with q over the target's vocabulary where drafts were sampled."""
-        if self.draft_sampling == "greedy":
-            draft_logits = None
-        elif self.drafter and self.drafter.draft_vocab_size < self.drafter.vocab_size:
+        reduced = self.drafter and self.drafter.draft_vocab_size < self.drafter.vocab_size
+        if draft_logits is not None and reduced:
             ids = params["drafter"]["draft_to_target"]
-            assert draft_logits is not None
             full = jnp.full((*draft_logits.shape[:-1], self.target.vocab_size), sampling.MASKED)
             draft_logits = full.at[..., ids].set(draft_logits)
+        processed = sampling.process_logits(self.target_logits(params, hidden), requests)
         accept = sampling.uniform_noise(requests, positions[:, :-1], sampling.STREAM_ACCEPT)
         recover = sampling.gumbel_noise(
             requests, positions, self.target.vocab_size, sampling.STREAM_RECOVER

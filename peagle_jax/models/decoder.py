@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import flax.linen as nn
@@ -14,7 +15,14 @@ from peagle_jax.config import ModelConfig
 from peagle_jax.models.attention import Attend, attend_cached
 from peagle_jax.models.block import Block
 from peagle_jax.models.cache import KVCache
-from peagle_jax.models.layers import Embed, Linear, RMSNorm, rope_tables
+from peagle_jax.models.layers import (
+    Embed,
+    Linear,
+    RMSNorm,
+    argmax_out_in,
+    matmul_out_in,
+    rope_tables,
+)
 
 
 @struct.dataclass
@@ -95,9 +103,14 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Float[Array, "*rows hidden"]) -> Float[Array, "*rows vocab"]:
         """Next-token logits in float32 of normalised hidden states."""
-        if self.config.tie_embeddings:
-            return self.embed_tokens.attend(hidden)
-        return self.lm_head(hidden).astype(jnp.float32)
+        return matmul_out_in(hidden, self._head())
+
+    def best(self, hidden: Float[Array, "*rows hidden"]) -> Int[Array, "*rows"]:
+        """The argmax of `logits`."""
+        return argmax_out_in(hidden, self._head())
+
+    def _head(self) -> Float[Array, "vocab hidden"]:
+        return self.embed_tokens.embedding if self.config.tie_embeddings else self.lm_head.kernel
 
 
 def init(config: ModelConfig, key: Array, dtype: Any = jnp.float32) -> dict[str, Any]:
@@ -106,8 +119,16 @@ def init(config: ModelConfig, key: Array, dtype: Any = jnp.float32) -> dict[str,
 
 
 def abstract_params(config: ModelConfig, dtype: Any = jnp.float32) -> dict[str, Any]:
-    """The parameters' shapes and dtypes: the same tree of `jax.ShapeDtypeStruct`."""
-    return jax.eval_shape(lambda: init(config, jax.random.key(0), dtype))
+    """The parameters' shapes and dtypes: the same tree of `jax.ShapeDtypeStruct`.
+
+    Layers differ in nothing that has a shape, so one is traced for all of them: every
+    loading of a checkpoint waits for this.
+    """
+    block = dataclasses.replace(config.block, num_layers=1, windows=config.block.windows[:1])
+    one = dataclasses.replace(config, block=block)
+    params = jax.eval_shape(lambda: init(one, jax.random.key(0), dtype))
+    layers = range(config.block.num_layers)
+    return params | {f"layers_{i}": jax.tree.map(lambda x: x, params["layers_0"]) for i in layers}
 
 
 def logical_axes(config: ModelConfig) -> dict[str, Any]:

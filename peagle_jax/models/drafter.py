@@ -24,6 +24,7 @@ from peagle_jax.models.layers import (
     GatedMLP,
     Linear,
     RMSNorm,
+    argmax_out_in,
     declare,
     matmul_out_in,
     normal_init,
@@ -179,15 +180,25 @@ class Drafter(nn.Module):
         lent: Float[Array, "vocab hidden"] | None = None,
     ) -> Float[Array, "*rows draft_vocab"]:
         """Float32 logits over the draft vocabulary of a residual stream."""
-        hidden = self.norm(stream)
+        return matmul_out_in(self.norm(stream), self._head(lent)) * self.config.logit_scale
+
+    def best(
+        self,
+        stream: Float[Array, "*rows hidden"],
+        lent: Float[Array, "vocab hidden"] | None = None,
+    ) -> Int[Array, "*rows"]:
+        """The argmax of `logits`: draft-vocabulary ids."""
+        return argmax_out_in(self.norm(stream), self._head(lent), self.config.logit_scale)
+
+    def _head(
+        self, lent: Float[Array, "vocab hidden"] | None
+    ) -> Float[Array, "draft_vocab hidden"]:
         if self.config.own_head:
-            raw = self.lm_head(hidden).astype(jnp.float32)
-        else:
-            assert lent is not None
-            if self.config.draft_vocab_size < self.config.vocab_size:
-                lent = lent[self.draft_to_target]
-            raw = matmul_out_in(hidden, lent.astype(self.dtype))
-        return raw * self.config.logit_scale
+            return self.lm_head.kernel
+        assert lent is not None
+        if self.config.draft_vocab_size < self.config.vocab_size:
+            lent = lent[self.draft_to_target]
+        return lent.astype(self.dtype)
 
     def target_ids(self, draft_ids: Int[Array, "*rows"]) -> Int[Array, "*rows"]:
         """The target's token ids of draft-vocabulary ids."""

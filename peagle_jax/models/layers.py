@@ -51,14 +51,15 @@ class Linear(nn.Module):
     use_bias: bool
     dtype: Any
 
-    @nn.compact
-    def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*rows out"]:
+    def setup(self) -> None:
         shape = (self.out_features, self.in_features)
-        kernel = declare(self, "kernel", shape, self.axes, normal_init, self.dtype)
-        y = matmul_out_in(x, kernel).astype(self.dtype)
+        self.kernel = declare(self, "kernel", shape, self.axes, normal_init, self.dtype)
         if self.use_bias:
-            y += declare(self, "bias", (self.out_features,), self.axes[:1], zeros_init, self.dtype)
-        return y
+            self.bias = declare(self, "bias", shape[:1], self.axes[:1], zeros_init, self.dtype)
+
+    def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*rows out"]:
+        y = matmul_out_in(x, self.kernel).astype(self.dtype)
+        return y + self.bias if self.use_bias else y
 
 
 def matmul_out_in(
@@ -70,6 +71,20 @@ def matmul_out_in(
     a verification near the cost of one row (docs/design.md), and other platforms pad to
     a tile anyway.
     """
+    return _product(x, kernel).T.reshape(*x.shape[:-1], kernel.shape[0])
+
+
+def argmax_out_in(
+    x: Float[Array, "*rows in"], kernel: Float[Array, "out in"], scale: float = 1.0
+) -> Int[Array, "*rows"]:
+    """The int32 argmax of `matmul_out_in(x, kernel) * scale`, without turning the product
+    to rows first: over a vocabulary that copy costs as much as reading the head's weights."""
+    best = jnp.argmax(_product(x, kernel) * scale, axis=0)
+    return best.astype(jnp.int32).reshape(x.shape[:-1])
+
+
+def _product(x: Float[Array, "*rows in"], kernel: Float[Array, "out in"]) -> Array:
+    """`kernel @ x.T` as float32 `[out, number of rows]`."""
     flat = x.reshape(-1, x.shape[-1])
     rows = flat.shape[0]
     if 1 < rows < 2 * ROW_TILE:
@@ -77,7 +92,7 @@ def matmul_out_in(
     y = jax.lax.dot_general(
         kernel, flat, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
     )
-    return y[:, :rows].T.reshape(*x.shape[:-1], kernel.shape[0])
+    return y[:, :rows]
 
 
 class RMSNorm(nn.Module):
@@ -110,10 +125,6 @@ class Embed(nn.Module):
 
     def __call__(self, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows hidden"]:
         return self.embedding[tokens]
-
-    def attend(self, x: Float[Array, "*rows hidden"]) -> Float[Array, "*rows vocab"]:
-        """Logits of a tied head, float32."""
-        return matmul_out_in(x, self.embedding)
 
 
 class GatedMLP(nn.Module):
