@@ -1,0 +1,102 @@
+"""Distil a target: it answers prompts, and its answers are what a drafter is trained on."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+from peagle_jax.commands.progress import progress_bar
+from peagle_jax.commands.prompts import read_records
+from peagle_jax.config import SamplingParams
+from peagle_jax.errors import InputError
+
+HELP = "let a target answer prompts: training text for a drafter"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `peagle distill`."""
+    parser.add_argument(
+        "--model", default="smollm2", help="target: a name, folder or hub repository (%(default)s)"
+    )
+    parser.add_argument(
+        "--prompts", type=Path, metavar="FILE.jsonl", help="prompts to answer (see peagle generate)"
+    )
+    parser.add_argument(
+        "--self-prompt",
+        type=int,
+        default=0,
+        metavar="N",
+        help="also answer N prompts that the target invents itself",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="D",
+        help="folder of the answers; where it exists the run goes on",
+    )
+    parser.add_argument("--limit", type=int, metavar="N", help="only the file's first N prompts")
+    parser.add_argument(
+        "--raw", action="store_true", help="give prompts as they are, without the chat template"
+    )
+    parser.add_argument("--batch-size", type=int, default=32, metavar="N", help="(%(default)s)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of the target")
+
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument("--temperature", type=float, default=0.0, help="0 = greedy (%(default)s)")
+    sampling.add_argument("--top-k", type=int, default=0, help="0 = all (%(default)s)")
+    sampling.add_argument("--top-p", type=float, default=1.0, help="(%(default)s)")
+    sampling.add_argument("--min-p", type=float, default=0.0, help="(%(default)s)")
+    sampling.add_argument("--seed", type=int, default=0, help="of the whole run (%(default)s)")
+    sampling.add_argument(
+        "--max-new-tokens", type=int, default=256, help="of an answer (%(default)s)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the statistics as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Answers what is missing in the folder."""
+    params = SamplingParams(
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        seed=args.seed,
+    )
+    for option, found, least in (
+        ("--self-prompt", args.self_prompt, 0),
+        ("--batch-size", args.batch_size, 1),
+        ("--limit", 1 if args.limit is None else args.limit, 1),
+    ):
+        if found < least:
+            raise InputError(f"{option}: found {found}, expected {least} or more")
+    if args.prompts is None and not args.self_prompt:
+        raise InputError("--prompts and --self-prompt: found neither, expected one or both")
+    records = read_records(args.prompts)[: args.limit] if args.prompts else []
+
+    from peagle_jax import api
+    from peagle_jax.training.distill import Question, distill, self_prompts
+
+    questions = [Question(r.id, r.prompt, r.source or "", r.category or "") for r in records]
+    questions += self_prompts(args.self_prompt)
+    pair = api.load(target=args.model, drafter=None, dtype=args.dtype)
+    with progress_bar("prompts") if questions else contextlib.nullcontext() as progress:
+        done = distill(
+            pair,
+            questions,
+            args.out,
+            model=args.model,
+            params=params,
+            batch_size=args.batch_size,
+            raw=args.raw,
+            progress=progress,
+        )
+    if args.json:
+        print(json.dumps(dataclasses.asdict(done)))
+    print(done.line(), file=sys.stderr)
+    return 0
