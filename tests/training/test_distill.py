@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from typing import Any
 
 import pytest
 
-from peagle_jax import api
+from peagle_jax import api, runner
 from peagle_jax.config import SamplingParams
 from peagle_jax.errors import InputError
 from peagle_jax.runner import Pair
-from peagle_jax.training import distill as distilling
 from peagle_jax.training.answers import AnswersFile, AnswersWriter, read_meta
 from peagle_jax.training.distill import Question, distill, self_prompts
 from tests.training import tiny_model
@@ -56,7 +56,8 @@ def test_answers_are_plain_decodings(pair, tmp_path) -> None:
     assert list(found) != [q.id for q in QUESTIONS]  # by length, so that batches are even
     assert set(found) == {q.id for q in QUESTIONS}
     for question in QUESTIONS:
-        (expected,) = api.generate(pair, [question.prompt], GREEDY, method="none")
+        prompts: Any = [question.prompt]
+        (expected,) = api.generate(pair, prompts, GREEDY, method="none")
         one = found[question.id]
         assert list(one.answer_ids) == expected.token_ids
         assert one.finish_reason == expected.finish_reason
@@ -77,7 +78,7 @@ def test_an_interrupted_run_goes_on_to_the_same_answers(pair, tmp_path, monkeypa
     run(pair, tmp_path / "whole", batch_size=8, **options)
 
     kept = AnswersWriter.append
-    batches = []
+    batches: list[Any] = []
 
     def append(writer, batch):
         if len(batches) == 2:
@@ -129,7 +130,7 @@ def test_a_target_that_says_nothing_as_a_user(pair, tmp_path, monkeypatch) -> No
     def silent(pair, speculator, requests, batch_size):
         return [Silent(request) for request in requests], None
 
-    monkeypatch.setattr(distilling.runner, "run_requests", silent)
+    monkeypatch.setattr(runner, "run_requests", silent)
     with pytest.raises(InputError, match="found no user's turn for 2 prompts in 8 tries"):
         run(pair, tmp_path / "D", self_prompts(2))
 
