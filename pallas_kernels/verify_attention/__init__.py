@@ -18,15 +18,27 @@ def verify_attention(
     start: Int[Array, "batch"],
     *,
     window: int | None = None,
+    sinks: Float[Array, "heads"] | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "batch rows heads dim"]:
-    """Causal attention of rows at positions `start[b] + r` over slots `0 .. position`.
+    """Causal attention of rows at positions `start[b] + r` over a cache that holds them.
+
+    Without a window slot s holds position s, and capacity exceeds every position. With one
+    the cache may be a ring of `capacity >= window + rows - 1` slots: slot s holds the newest
+    position p <= start + rows - 1 with p % capacity == s, so
+
+        p = last - (last - s) % capacity,    last = start[b] + rows - 1,
+
+    and a slot whose p is negative holds nothing yet. A cache that never wraps is the same
+    rule at work. Row r sees p where `start + r - window < p <= start + r`.
 
     Args:
       q: rotated queries. heads is a multiple of kv_heads (grouped-query attention).
-      keys, values: the cache, slot index = position, the new rows already written.
+      keys, values: the cache, the new rows already written.
       start: position of each sequence's first row.
       window: sliding window in tokens (a row sees itself and `window - 1` before it).
+      sinks: one more score a query head, which takes its share of the softmax and adds no
+        value (attention sinks, as in gpt-oss).
       implementation: None picks by platform; an explicit choice never falls back.
 
     Returns:
@@ -40,4 +52,4 @@ def verify_attention(
             f"verify_attention: implementation {implementation!r} is not available; "
             "supported: 'reference'"
         )
-    return reference.verify_attention(q, keys, values, start, window=window)
+    return reference.verify_attention(q, keys, values, start, window=window, sinks=sinks)
