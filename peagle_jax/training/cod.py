@@ -33,9 +33,9 @@ class ChainSampling:
     keep_ratio, min_keep_ratio: r and r_min.
     over: which chains are drawn from. "answers": those whose every element, depth 0
       included, predicts a token of an answer, and n counts their anchors. An anchor's chance
-      to be kept is what it is under "all", which draws from every position of the text; what
-      is left out is elements that bear no loss, and chains that only reach an answer from
-      the prompt before it, which decoding never drafts.
+      to be kept is about what it is under "all", which draws from every position of the text;
+      what is left out is elements that bear no loss, and chains that only reach an answer
+      from the prompt before it, which decoding never drafts.
     room: the share of a segment's positions that there is room for in chains, 0 to 1. Rows
       computed are `room` times the number under "all", whatever the batch holds; a segment
       with a larger share of answers draws fewer chains than the ratios say, still uniformly.

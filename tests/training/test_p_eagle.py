@@ -23,6 +23,7 @@ from peagle_jax.training.loss import LossConfig
 from peagle_jax.training.masks import SegmentRows
 from peagle_jax.training.networks import Networks
 from peagle_jax.training.p_eagle import PEagleObjective
+from peagle_jax.training.params import MASK_EMBEDDING, Trainable, split
 from peagle_jax.training.target import TargetView, view_target
 from tests.decoding import tiny
 from tests.training import dense_reference as dense
@@ -113,7 +114,7 @@ def models() -> tiny.Tiny:
     return tiny.make(drafter_layers=2)
 
 
-@pytest.mark.parametrize("windows", [(), (3, None)])
+@pytest.mark.parametrize("windows", [(), (2, None)])
 def test_a_whole_chain_drafts_what_decoding_drafts(
     windows: tuple[int | None, ...], models: tiny.Tiny
 ) -> None:
@@ -200,6 +201,44 @@ def test_loss_and_gradient_equal_speculators() -> None:
     dense.assert_trees_close(gradient, expected, 1e-4)
     accuracy = np.asarray(sums.correct) / np.asarray(sums.count)
     np.testing.assert_allclose(accuracy, recorded["accuracy"], atol=1e-6)
+
+
+def test_a_mask_row_trained_apart_gets_that_rows_gradient() -> None:
+    """Instead of the whole embedding's; the text's own mask tokens, if any, count too."""
+    config = dense.drafter_config()
+    batch = dense.packed_batch(DOCUMENTS, LENGTH)
+    trained, frozen = dense.drafter_params(config)
+    target = dense.target_params()
+    found = {}
+    embedding: Any
+    for embedding in ("all", "mask_row"):
+        choice = Trainable(embedding=embedding, head="all")
+        parts = split(config, {**trained, **frozen}, dense.TARGET, target, choice)
+        method = jax.jit(objective(parts.config).value_and_grad)
+        found[embedding] = method(
+            parts.trained, parts.frozen, target, batch, dense.row_keys(0, batch), 1.0
+        )
+    whole, apart = (found[name][2] for name in ("all", "mask_row"))
+    expected = whole.pop("embed_tokens")["embedding"][dense.MASK_ID]
+    dense.assert_trees_close(apart, {**whole, MASK_EMBEDDING: expected}, 1e-5)
+
+
+def test_bfloat16_activations_leave_gradients_in_the_parameters_type() -> None:
+    drafter = dense.drafter_config()
+    batch = dense.packed_batch(DOCUMENTS, LENGTH)
+    trained, frozen = dense.drafter_params(drafter)
+    target, keys = dense.target_params(), dense.row_keys(0, batch)
+    sampling = dataclasses.replace(SAMPLING, segments=2)
+    wide, narrow = (
+        jax.jit(objective(drafter, dtype=dtype, sampling=sampling).value_and_grad)(
+            trained, frozen, target, batch, keys, 1.0
+        )
+        for dtype in ("float32", "bfloat16")
+    )
+    assert {leaf.dtype for leaf in jax.tree.leaves(narrow)} == {jnp.dtype("float32")}
+    np.testing.assert_allclose(narrow[0], wide[0], rtol=0.02)
+    one, other = (np.asarray(x[2]["fc"]["kernel"]).ravel() for x in (narrow, wide))
+    assert np.corrcoef(one, other)[0, 1] > 0.99
 
 
 def test_one_depth_has_no_mask_rows() -> None:

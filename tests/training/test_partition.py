@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from peagle_jax.training import masks
 from peagle_jax.training.cod import Chains, ChainSampling, sample_chains
 from peagle_jax.training.loss import LossConfig
 from peagle_jax.training.p_eagle import PEagleObjective
@@ -77,17 +78,19 @@ def test_earlier_segments_matter() -> None:
         assert float(jnp.abs(one - other).max()) > 0.01 * float(jnp.abs(one).max())
 
 
-def test_memory_falls_with_the_number_of_segments() -> None:
-    """The temporary memory of the compiled step: parameters are small here, so that it is the
-    activations'. It must fall nearly as 1 / S, the kept keys and values apart."""
+def test_memory_falls_with_the_number_of_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The temporary memory of the compiled step: parameters are small here, and blocks of
+    scores too, so that it is the activations'. It must fall nearly as 1 / S; what is kept of
+    every position, and the target's states, stay."""
+    monkeypatch.setattr(masks, "SCORES", 1 << 17)
     config = dense.drafter_config()
-    length = 16384
+    length = 4096
     batch = dense.packed_batch([[length]], length)
     trained, frozen = dense.drafter_params(config)
     view = dense.random_view(batch, config)
     temporary = {}
     for segments in (1, 4, 8):
-        sampling = ChainSampling(num_depths=8, segments=segments)
+        sampling = ChainSampling(num_depths=4, segments=segments)
         objective = PEagleObjective(config, dense.TARGET, sampling, LOSS)
         chains = jax.eval_shape(
             lambda key, how=sampling: sample_chains(how, batch, key), dense.row_keys(0, batch)
@@ -95,7 +98,9 @@ def test_memory_falls_with_the_number_of_segments() -> None:
         lowered = jax.jit(objective.gradient).lower(
             trained, frozen, dense.target_params(), batch, view, chains, 1.0
         )
-        analysis: Any = lowered.compile().memory_analysis()
+        # Buffers are assigned before machine code is made: that need not be good.
+        quick = {"xla_backend_optimization_level": 0}
+        analysis: Any = lowered.compile(quick).memory_analysis()
         temporary[segments] = analysis.temp_size_in_bytes
-    assert temporary[4] < 0.4 * temporary[1]
-    assert temporary[8] < 0.75 * temporary[4]
+    assert temporary[4] < 0.35 * temporary[1]
+    assert temporary[8] < 0.7 * temporary[4]
