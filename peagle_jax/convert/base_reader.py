@@ -74,6 +74,10 @@ class Reader(ABC):
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
         """Rows start..stop of the leading axis, `[stop - start, ...]`; not for scalars."""
 
+    def stored(self) -> Reader:
+        """The tensors as the files have them: this reader, unless it makes others of them."""
+        return self
+
     def read(self, name: str) -> np.ndarray:
         """One whole tensor as stored."""
         return self.rows(name, 0, self.shape(name)[0])

@@ -12,7 +12,6 @@ from peagle_jax.config import ModelConfig
 from peagle_jax.convert import opening
 from peagle_jax.convert.drafter_configs import Layout
 from peagle_jax.convert.manifest import config_to_json
-from peagle_jax.convert.readers import open_reader
 from peagle_jax.convert.sources import Kind, locate
 from peagle_jax.errors import InputError
 
@@ -84,7 +83,7 @@ def inspect(
     Raises InputError where there is no readable checkpoint; whatever else is wrong with it
     is in `problems`.
     """
-    reader = open_reader(locate(source, kind))
+    reader = opening.open_source(locate(source, kind))
     found = opening.kind_of(reader)
     target_config = opening.open_config(target) if isinstance(target, str | os.PathLike) else target
     problems, config, layout, method = [], None, None, None

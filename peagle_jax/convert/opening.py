@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from peagle_jax.config import DrafterConfig, ModelConfig
-from peagle_jax.convert import configs, drafter_configs, layouts
+from peagle_jax.convert import configs, drafter_configs, layouts, mxfp4
 from peagle_jax.convert.base_reader import MANIFEST, Reader, read_json
 from peagle_jax.convert.layouts import LazyTensor
 from peagle_jax.convert.manifest import CONFIGS, config_from_json
@@ -49,13 +50,18 @@ def open_checkpoint(
     `kind` None takes whatever it is. Raises InputError.
     """
     path = locate(source, kind or "target")
-    reader = open_reader(path)
+    reader = open_source(path)
     found = kind_of(reader)
     if kind not in (None, found):
         raise InputError(f"{path}: found a {found}, expected a {kind}")
     layout = layout_of(reader, found)
     config = config_of(reader, found, layout, target_config, aux_layer_shift)
     return match(reader, found, layout, config, dtype)
+
+
+def open_source(path: Path) -> Reader:
+    """The reader of a file or folder, its packed tensors as the ones that they stand for."""
+    return mxfp4.dequantised(open_reader(path))
 
 
 def open_config(source: str | os.PathLike[str]) -> ModelConfig:

@@ -22,6 +22,7 @@ DTYPES = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "I64": np.dtype(np.int64),
     "I32": np.dtype(np.int32),
+    "U8": np.dtype(np.uint8),
     "BOOL": np.dtype(np.bool_),
 }
 
@@ -127,7 +128,7 @@ def write_safetensors(path: Path, outputs: Mapping[str, Output]) -> None:
     dtype first and then by name, so that the same tensors give the same bytes.
     """
     names = {dtype: name for name, dtype in DTYPES.items()}
-    rank = {"I64": 0, "F32": 1, "I32": 2, "BF16": 3, "F16": 4, "BOOL": 5}
+    rank = {"I64": 0, "F32": 1, "I32": 2, "BF16": 3, "F16": 4, "U8": 5, "BOOL": 6}
     order = sorted(outputs, key=lambda name: (rank[names[outputs[name].dtype]], name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
