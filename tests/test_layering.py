@@ -175,3 +175,14 @@ def test_imports_that_run_are_told_from_those_that_wait():
     )
     assert list(imports(tree, run_at_import=True)) == ["a", "c", "e"]
     assert list(imports(tree)) == ["a", "b", "c", "d", "e"]
+
+
+@pytest.mark.parametrize("package", ["peagle_jax", "pallas_kernels"])
+def test_the_readme_names_every_file(package) -> None:
+    tree = (ROOT / "README.md").read_text()
+    missing = [
+        str(path.relative_to(ROOT))
+        for path in sources(package)
+        if path.name != "__init__.py" and f" {path.name} " not in tree
+    ]
+    assert not missing
