@@ -17,8 +17,8 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
+from peagle_jax.config import BlockConfig
 from peagle_jax.models.attention import Attend
-from peagle_jax.models.cache import KVCache, LayerCache
 from peagle_jax.training.cod import Chains
 
 Implementation = Literal["reference"]
@@ -27,6 +27,23 @@ MASKED = -1e30  # finite: -inf would turn a row that sees nothing (padding) into
 # Scores that exist at once: rows are taken in blocks of as many as give this many, all heads
 # together, so that a block's few arrays stay in a CPU's cache and out of the way of the rest.
 SCORES = 1 << 21
+
+
+@struct.dataclass
+class BaseKeys:
+    """One layer's keys (rotated) and values of depth 0, by index in the packed row."""
+
+    keys: Float[Array, "batch kv_heads length dim"]
+    values: Float[Array, "batch kv_heads length dim"]
+
+
+Kept = tuple[BaseKeys, ...]  # of every layer
+
+
+def no_keys(config: BlockConfig, batch: int, length: int, dtype: Any) -> Kept:
+    """Room for the keys and values of `length` indices."""
+    zeros = jnp.zeros((batch, config.num_kv_heads, length, config.head_dim), dtype)
+    return (BaseKeys(zeros, zeros),) * config.num_layers
 
 
 @struct.dataclass
@@ -94,7 +111,7 @@ def visible(
 
 
 def segment_attends(
-    kept: KVCache,
+    kept: Kept,
     rows: SegmentRows,
     windows: Sequence[int | None],
     implementation: Implementation | None = None,
@@ -107,16 +124,16 @@ def segment_attends(
       windows: sliding window of every layer, None = full attention.
     """
 
-    def attend_layer(layer: LayerCache, window: int | None) -> Attend:
-        def attend(q: Array, k: Array, v: Array) -> tuple[Array, LayerCache]:
-            own = LayerCache(*(jnp.swapaxes(x[:, : rows.size], 1, 2) for x in (k, v)))
+    def attend_layer(layer: BaseKeys, window: int | None) -> Attend:
+        def attend(q: Array, k: Array, v: Array) -> tuple[Array, BaseKeys]:
+            own = BaseKeys(*(jnp.swapaxes(x[:, : rows.size], 1, 2) for x in (k, v)))
             base = write_rows(layer, own, rows.start)
             out = chain_attention(q, k, v, base, rows, window=window, implementation=implementation)
             return out, own
 
         return attend
 
-    return [attend_layer(*each) for each in zip(kept.layers, windows, strict=True)]
+    return [attend_layer(*each) for each in zip(kept, windows, strict=True)]
 
 
 def write_rows(kept: Any, own: Any, start: Int[Array, ""] | int) -> Any:
@@ -139,7 +156,7 @@ def chain_attention(
     q: Float[Array, "batch rows heads dim"],
     k: Float[Array, "batch rows kv_heads dim"],
     v: Float[Array, "batch rows kv_heads dim"],
-    base: LayerCache,
+    base: BaseKeys,
     rows: SegmentRows,
     *,
     window: int | None = None,

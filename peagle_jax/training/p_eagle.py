@@ -15,12 +15,11 @@ from jaxtyping import Array, Float
 
 from peagle_jax.config import DrafterConfig, ModelConfig
 from peagle_jax.errors import InputError
-from peagle_jax.models.cache import KVCache
 from peagle_jax.training.batch import PackedBatch
 from peagle_jax.training.cod import Chains, ChainSampling, sample_chains
 from peagle_jax.training.elements import element_loss
 from peagle_jax.training.loss import DepthSums, LossConfig
-from peagle_jax.training.masks import Implementation, SegmentRows, segment_attends
+from peagle_jax.training.masks import Implementation, Kept, SegmentRows, no_keys, segment_attends
 from peagle_jax.training.networks import Networks
 from peagle_jax.training.params import Params
 from peagle_jax.training.partition import accumulate
@@ -101,12 +100,12 @@ class PEagleObjective:
         def segment(index: Array) -> SegmentRows:
             return SegmentRows(batch.documents, index * size, size, chains.segment(index))
 
-        def keys_of(trained: Params, kept: KVCache, index: Array) -> KVCache:
+        def keys_of(trained: Params, kept: Kept, index: Array) -> Kept:
             return self.run_rows(networks(trained), batch, view, segment(index).depth_0, kept)[1]
 
         def loss_of(
-            trained: Params, kept: KVCache, index: Array
-        ) -> tuple[tuple[Array, KVCache], DepthSums]:
+            trained: Params, kept: Kept, index: Array
+        ) -> tuple[tuple[Array, Kept], DepthSums]:
             net, part = networks(trained), segment(index)
             stream, own = self.run_rows(net, batch, view, part, kept)
             loss, sums = element_loss(
@@ -122,7 +121,7 @@ class PEagleObjective:
             )
             return (loss, own), sums
 
-        kept = KVCache.init(self.drafter.block, rows, length, dtype)
+        kept = no_keys(self.drafter.block, rows, length, dtype)
         return accumulate(loss_of, keys_of, trained, kept, segments, denominator)
 
     def run_rows(
@@ -131,8 +130,8 @@ class PEagleObjective:
         batch: PackedBatch,
         view: TargetView,
         rows: SegmentRows,
-        kept: KVCache,
-    ) -> tuple[Float[Array, "batch rows hidden"], KVCache]:
+        kept: Kept,
+    ) -> tuple[Float[Array, "batch rows hidden"], Kept]:
         """The layers over some rows: residual streams, and keys and values of depth 0.
 
         `kept` holds the keys and values of the indices before `rows.start`.
@@ -159,4 +158,4 @@ class PEagleObjective:
                 self.implementation,
             ),
         )
-        return stream, KVCache(tuple(carried))
+        return stream, tuple(carried)

@@ -28,20 +28,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from peagle_jax.models.cache import KVCache
-from peagle_jax.training.masks import read_rows, write_rows
+from peagle_jax.training.masks import Kept, read_rows, write_rows
 
 # (parameters, keys and values kept, segment's index) -> the segment's own keys and values
-KeysOf = Callable[[Any, KVCache, Array], KVCache]
+KeysOf = Callable[[Any, Kept, Array], Kept]
 # ... -> ((loss, the segment's own keys and values), sums to be added up)
-LossOf = Callable[[Any, KVCache, Array], tuple[tuple[Array, KVCache], Any]]
+LossOf = Callable[[Any, Kept, Array], tuple[tuple[Array, Kept], Any]]
 
 
 def accumulate(
     loss_of: LossOf,
     keys_of: KeysOf,
     trained: Any,
-    kept: KVCache,
+    kept: Kept,
     segments: int,
     denominator: Float[Array, ""] | float,
 ) -> tuple[Float[Array, ""], Any, Any]:
@@ -57,11 +56,11 @@ def accumulate(
     Returns:
       (loss, sums, gradient like `trained`).
     """
-    length = kept.capacity
+    length = kept[0].keys.shape[2]
     assert length % segments == 0
     size = length // segments
 
-    def keep(filled: KVCache, index: Array) -> tuple[KVCache, None]:
+    def keep(filled: Kept, index: Array) -> tuple[Kept, None]:
         return write_rows(filled, keys_of(trained, filled, index), index * size), None
 
     if segments > 1:
@@ -72,7 +71,7 @@ def accumulate(
     def add_segment(carry: Any, index: Array) -> tuple[Any, None]:
         total, owed = carry
 
-        def loss_here(trained: Any, kept: KVCache) -> tuple[tuple[Array, KVCache], Any]:
+        def loss_here(trained: Any, kept: Kept) -> tuple[tuple[Array, Kept], Any]:
             return loss_of(trained, kept, index)
 
         (loss, own), pull_back, sums = jax.vjp(loss_here, trained, kept, has_aux=True)

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from peagle_jax.models.cache import LayerCache
 from peagle_jax.training.masks import (
+    BaseKeys,
     SegmentRows,
     attend_in_blocks,
     chain_attention,
@@ -83,7 +83,7 @@ def test_chain_attention_equals_a_square_mask(window: int | None) -> None:
     probe = jnp.asarray(np.random.default_rng(1).standard_normal(q.shape), jnp.float32)
 
     def found(q: Any, k: Any, v: Any) -> Any:
-        base = LayerCache(*(jnp.swapaxes(x[:, : rows.size], 1, 2) for x in (k, v)))
+        base = BaseKeys(*(jnp.swapaxes(x[:, : rows.size], 1, 2) for x in (k, v)))
         return jnp.sum(probe * chain_attention(q, k, v, base, rows, window=window))
 
     def expected(q: Any, k: Any, v: Any) -> Any:
@@ -127,7 +127,7 @@ def test_rows_are_written_and_read_at_their_indices() -> None:
 
 def test_an_implementation_that_is_not_there_is_refused() -> None:
     rows, q, k, v, _ = rows_and_arrays()
-    base = LayerCache(*(jnp.swapaxes(x[:, :10], 1, 2) for x in (k, v)))
+    base = BaseKeys(*(jnp.swapaxes(x[:, :10], 1, 2) for x in (k, v)))
     chain_attention(q, k, v, base, rows, implementation="reference")
     unchecked: Any = getattr(chain_attention, "__wrapped__", chain_attention)
     with pytest.raises(NotImplementedError, match="'pallas_tpu' is not available"):

@@ -15,12 +15,10 @@ from peagle_jax.config import SamplingParams
 from peagle_jax.convert.checkpoint import load_drafter
 from peagle_jax.decoding import generate
 from peagle_jax.errors import InputError
-from peagle_jax.models.cache import KVCache
-from peagle_jax.models.decoder import Decoder
 from peagle_jax.training.batch import PackedBatch
 from peagle_jax.training.cod import Chains, ChainSampling, sample_chains
 from peagle_jax.training.loss import LossConfig
-from peagle_jax.training.masks import SegmentRows
+from peagle_jax.training.masks import SegmentRows, no_keys
 from peagle_jax.training.networks import Networks
 from peagle_jax.training.p_eagle import PEagleObjective
 from peagle_jax.training.params import MASK_EMBEDDING, Trainable, split
@@ -143,13 +141,7 @@ def test_a_whole_chain_drafts_what_decoding_drafts(
     ones = jnp.ones(text.shape, jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(length), text.shape)
     batch = PackedBatch(jnp.asarray(text), ones, positions, ones == 1)
-    out = Decoder(models.target).apply(
-        {"params": params["target"]},
-        batch.tokens,
-        jnp.zeros(len(prompts), jnp.int32),
-        KVCache.init(models.target.block, len(prompts), length, jnp.float32),
-        config.aux_layer_ids,
-    )
+    view = view_target(models.target, params["target"], batch, config.aux_layer_ids, jnp.float32)
     anchor = jnp.asarray(lengths, jnp.int32)[:, None] - 1
     chains = Chains(anchor, jnp.full_like(anchor, k - 1), (1,) * (k - 1))
     rows = SegmentRows(batch.documents, 0, length, chains)
@@ -157,9 +149,9 @@ def test_a_whole_chain_drafts_what_decoding_drafts(
     stream, _ = PEagleObjective(config, models.target).run_rows(
         networks,
         batch,
-        TargetView(out.features, out.hidden),
+        view,
         rows,
-        KVCache.init(config.block, len(prompts), length, jnp.float32),
+        no_keys(config.block, len(prompts), length, jnp.float32),
     )
     logits = np.asarray(networks.draft_logits(stream))
     for row, n in enumerate(lengths):
@@ -228,9 +220,9 @@ def test_bfloat16_activations_leave_gradients_in_the_parameters_type() -> None:
     batch = dense.packed_batch(DOCUMENTS, LENGTH)
     trained, frozen = dense.drafter_params(drafter)
     target, keys = dense.target_params(), dense.row_keys(0, batch)
-    sampling = dataclasses.replace(SAMPLING, segments=2)
+    sampling = ChainSampling(num_depths=2, segments=2)
     wide, narrow = (
-        jax.jit(objective(drafter, dtype=dtype, sampling=sampling).value_and_grad)(
+        jax.jit(PEagleObjective(drafter, dense.TARGET, sampling, dtype=dtype).value_and_grad)(
             trained, frozen, target, batch, keys, 1.0
         )
         for dtype in ("float32", "bfloat16")

@@ -99,7 +99,7 @@ def test_memory_falls_with_the_number_of_segments(monkeypatch: pytest.MonkeyPatc
             trained, frozen, dense.target_params(), batch, view, chains, 1.0
         )
         # Buffers are assigned before machine code is made: that need not be good.
-        quick = {"xla_backend_optimization_level": 0}
+        quick: Any = {"xla_backend_optimization_level": 0}
         analysis: Any = lowered.compile(quick).memory_analysis()
         temporary[segments] = analysis.temp_size_in_bytes
     assert temporary[4] < 0.35 * temporary[1]
