@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float
 from optax import contrib
 
 from peagle_jax.training.train_config import OptimizerSection
@@ -17,34 +16,31 @@ from peagle_jax.training.train_config import OptimizerSection
 _MUON_RMS = 0.2
 
 
-def learning_rate_schedule(config: OptimizerSection, steps: int) -> optax.Schedule:
-    """Step (from 0) -> learning rate, of a run of `steps`.
+def learning_rate(config: OptimizerSection, step: int, steps: int) -> float:
+    """The learning rate of a step, from 0, in a run of `steps`.
 
     Rises linearly over `warmup_steps`, already above 0 at the first step; then stays
     ("constant"), or falls along half a cosine to `final` of the peak at the last step.
     """
-    peak, warmup = config.learning_rate, config.warmup_steps
-
-    def rate(step: Any) -> Float[Array, ""]:
-        step = jnp.asarray(step, jnp.float32)
-        rise = jnp.minimum(1.0, (step + 1) / max(warmup, 1))
-        if config.schedule == "constant":
-            return peak * rise
-        done = jnp.clip((step - warmup) / max(steps - 1 - warmup, 1), 0.0, 1.0)
-        fall = config.final + (1 - config.final) * 0.5 * (1 + jnp.cos(jnp.pi * done))
-        return peak * rise * fall
-
-    return rate
+    warmup = config.warmup_steps
+    rate = config.learning_rate * min(1.0, (step + 1) / max(warmup, 1))
+    if config.schedule == "constant":
+        return rate
+    done = min(max(step - warmup, 0) / max(steps - 1 - warmup, 1), 1.0)
+    return rate * (config.final + (1 - config.final) * 0.5 * (1 + math.cos(math.pi * done)))
 
 
-def make_optimizer(config: OptimizerSection, steps: int) -> optax.GradientTransformation:
-    """The optimizer of a run of `steps`, for float32 gradients of any parameter tree.
+def make_optimizer(config: OptimizerSection) -> optax.GradientTransformation:
+    """Gradients, float32, to the direction that parameters move against.
 
+    The learning rate is left to the caller: programs compiled for one rate serve another.
     Weight decay (arXiv 1711.05101) acts on the kernels of linear layers alone. Muon
     (arXiv 2502.16982) takes those between embedding and head, AdamW the rest.
     """
-    rate = learning_rate_schedule(config, steps)
-    rule = optax.adamw(rate, config.b1, config.b2, weight_decay=config.weight_decay, mask=is_kernel)
+    rule = optax.chain(
+        optax.scale_by_adam(config.b1, config.b2),
+        optax.add_decayed_weights(config.weight_decay, is_kernel),
+    )
     if config.name == "muon":
         muon = optax.chain(
             contrib.scale_by_muon(
@@ -52,7 +48,6 @@ def make_optimizer(config: OptimizerSection, steps: int) -> optax.GradientTransf
             ),
             optax.stateless(_adam_sized),
             optax.add_decayed_weights(config.weight_decay),
-            optax.scale_by_learning_rate(rate),
         )
         rule = optax.partition({"muon": muon, "adamw": rule}, _rules)
     return optax.chain(optax.clip_by_global_norm(config.clip_norm), rule)

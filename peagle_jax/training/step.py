@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import struct
 from jax.sharding import Mesh, PartitionSpec
@@ -73,7 +74,6 @@ class StepMetrics:
     loss: Float[Array, ""]
     sums: DepthSums
     grad_norm: Float[Array, ""]
-    learning_rate: Float[Array, ""]
     tokens: Int[Array, ""]
     answer_tokens: Int[Array, ""]
 
@@ -88,7 +88,6 @@ class Stepper:
         self,
         problem: Problem,
         optimizer: optax.GradientTransformation,
-        learning_rate: optax.Schedule,
         mesh: Mesh,
         seed: int,
     ) -> None:
@@ -107,9 +106,14 @@ class Stepper:
         )
 
         def step(
-            state: TrainState, frozen: Params, target_params: Params, batch: PackedBatch
+            state: TrainState,
+            frozen: Params,
+            target_params: Params,
+            batch: PackedBatch,
+            key: Array,
+            learning_rate: Array,
         ) -> tuple[TrainState, StepMetrics]:
-            key = jax.random.fold_in(jax.random.key(seed), state.step)
+            key = jax.random.fold_in(key, state.step)
             rows = jnp.arange(batch.tokens.shape[0])
             keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(rows)
             loss, sums, grads = value_and_grad(state.params, frozen, target_params, batch, keys)
@@ -118,18 +122,22 @@ class Stepper:
                 loss,
                 sums,
                 optax.tree.norm(grads),
-                jnp.asarray(learning_rate(state.step)),
                 jnp.sum(batch.documents > 0),
                 jnp.sum(batch.answer),
             )
-            params = optax.apply_updates(state.params, updates)
+            params = jax.tree.map(lambda p, u: p - learning_rate * u, state.params, updates)
             return TrainState(params, opt_state, state.step + 1), metrics
 
+        # Whatever differs from run to run is an argument, so that a compiled step serves all.
+        self._key = jax.random.key(seed)
         self._step = jax.jit(step, donate_argnums=0)
 
-    def __call__(self, state: TrainState, batch: PackedBatch) -> tuple[TrainState, StepMetrics]:
+    def __call__(
+        self, state: TrainState, batch: PackedBatch, learning_rate: float
+    ) -> tuple[TrainState, StepMetrics]:
         """One step. `state` is donated; nothing waits for the device."""
-        return self._step(state, self._frozen, self._target, batch)
+        rate = np.float32(learning_rate)
+        return self._step(state, self._frozen, self._target, batch, self._key, rate)
 
     def init(self, trained: Params) -> TrainState:
         """The state before the first step: float32 copies of `trained`, spread over the mesh."""

@@ -20,7 +20,7 @@ from peagle_jax.sharding import make_mesh
 from peagle_jax.training.batch import PackedBatch
 from peagle_jax.training.checkpoints import Checkpoints
 from peagle_jax.training.metrics_log import MetricsLog
-from peagle_jax.training.optimizer import learning_rate_schedule, make_optimizer
+from peagle_jax.training.optimizer import learning_rate, make_optimizer
 from peagle_jax.training.params import Params
 from peagle_jax.training.prefetch import Prefetch
 from peagle_jax.training.step import Problem, StepMetrics, Stepper, TrainState
@@ -110,6 +110,7 @@ class _Dispatched:
 
     step: int
     metrics: StepMetrics
+    learning_rate: float
     waited: float
 
 
@@ -133,13 +134,7 @@ def train(
             "devices of the mesh"
         )
     steps = config.train.steps
-    stepper = Stepper(
-        problem,
-        make_optimizer(config.optimizer, steps),
-        learning_rate_schedule(config.optimizer, steps),
-        mesh,
-        config.train.seed,
-    )
+    stepper = Stepper(problem, make_optimizer(config.optimizer), mesh, config.train.seed)
     with contextlib.ExitStack() as stack:
         checkpoints = stack.enter_context(Checkpoints(folder / CHECKPOINTS, config.checkpoint.keep))
         state = stepper.init(problem.trained)
@@ -202,11 +197,12 @@ class _Loop:
                 begin = time.perf_counter()
                 item = next(prepared)
                 waited = time.perf_counter() - begin
-                state, metrics = self._stepper(state, item.batch)
+                rate = learning_rate(self._config.optimizer, summary.step, steps)
+                state, metrics = self._stepper(state, item.batch, rate)
                 summary.step += 1
                 # The step before is looked at while the device works on this one.
                 self._finish(before)
-                before = _Dispatched(summary.step, metrics, waited)
+                before = _Dispatched(summary.step, metrics, rate, waited)
                 if self._pauses():
                     self._finish(before)
                     before = None
@@ -268,7 +264,7 @@ class _Loop:
                     "loss_per_depth": _ratios(sums.loss, sums.weight),
                     "accuracy_per_depth": summary.accuracy_per_depth,
                     "elements_per_depth": sums.count.tolist(),
-                    "learning_rate": float(metrics.learning_rate),
+                    "learning_rate": dispatched.learning_rate,
                     "grad_norm": float(metrics.grad_norm),
                     "tokens": int(metrics.tokens),
                     "answer_tokens": int(metrics.answer_tokens),

@@ -19,7 +19,9 @@ from jax.sharding import PartitionSpec
 from peagle_jax import cli
 from peagle_jax.errors import InputError
 from peagle_jax.training import train_config
+from peagle_jax.training.answers import read_meta
 from peagle_jax.training.batch import PackedBatch
+from peagle_jax.training.data import DataConfig, TrainingData
 from peagle_jax.training.loss import DepthSums
 from peagle_jax.training.metrics_log import read_metrics
 from peagle_jax.training.prefetch import Prefetch
@@ -267,6 +269,31 @@ def inputs(tmp_path_factory):
     (folder / "c.toml").write_text(tiny_model.CONFIG)
     options = {"--model": target, "--data": answers, "--config": folder / "c.toml"}
     return folder, [str(item) for pair in options.items() for item in pair]
+
+
+def test_documents_are_named_as_batches_hold_them(inputs):
+    folder, _ = inputs
+    path = folder / "answers" / "answers.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    meta = read_meta(folder / "answers")
+    data = TrainingData(
+        [folder / "answers"],
+        DataConfig(length=32, batch_size=8, num_threads=0),
+        tokenizer_sha256=meta.tokenizer_sha256,
+        vocab_size=meta.vocab_size,
+    )
+    batches = data.batches()
+    for number in range(2 * data.batches_per_epoch):
+        batch = next(batches)
+        names = data.documents_in(number)
+        for row, documents in zip(batch.tokens, batch.documents, strict=True):
+            for one in range(1, documents.max(initial=0) + 1):
+                where, _, line = names.pop(0).rpartition(":")
+                assert where == str(path)
+                found = lines[int(line) - 1]
+                expected = found["prompt_ids"] + found["answer_ids"]
+                assert row[documents == one].tolist() == expected
+        assert names == []
 
 
 MESHES = """
