@@ -15,11 +15,15 @@ ROOT = Path(__file__).resolve().parent.parent
 # A new file or folder takes its place here before it is imported anywhere.
 FLOORS = (
     "errors",
+    "files",
+    "json_values",
+    "durable_lines",
     "config",
     "metrics",
     "sharding",
     "compile_cache",
     "text",
+    "prompt_lines",
     "models",
     "convert",
     "tokenizer",

@@ -110,8 +110,8 @@ def run(args: argparse.Namespace) -> int:
 
     from peagle_jax import api
     from peagle_jax.commands import eval_output
+    from peagle_jax.files import replace_file
     from peagle_jax.training import evaluate
-    from peagle_jax.training.files import replace_file
 
     if args.drafter == "auto" and args.model not in api.SHIPPED_DRAFTERS:
         raise InputError(

@@ -14,10 +14,10 @@ from rich.table import Table
 
 import peagle_jax
 from peagle_jax.commands.prompts import Record
+from peagle_jax.files import replace_file
 from peagle_jax.metrics import GenerationStats
 from peagle_jax.runner import Output
 from peagle_jax.training.evaluate import Acceptance, AcceptanceReport, first_difference
-from peagle_jax.training.files import replace_file
 
 ALL = "all prompts"
 NOTE = (

@@ -9,7 +9,6 @@ at the end of the file is what a stopped run left of its last batch.
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import hashlib
 import json
 import os
@@ -21,8 +20,10 @@ from types import TracebackType
 from typing import Any, Literal, get_args
 
 from peagle_jax.convert.base_reader import one_line, read_json
+from peagle_jax.durable_lines import DurableLines
 from peagle_jax.errors import InputError
-from peagle_jax.training.files import replace_file, sync_folder
+from peagle_jax.files import replace_file
+from peagle_jax.json_values import differences, found_under
 
 ANSWERS = "answers.jsonl"
 META = "meta.json"
@@ -93,7 +94,7 @@ def read_meta(folder: Path) -> AnswersMeta:
         raise InputError(f"{path}: format: found {found.get('format')!r}, expected {FORMAT}")
     for name, check, expected in _META_FIELDS:
         if not check(found.get(name)):
-            raise InputError(f"{path}: {name}: {_found(found, name)}, expected {expected}")
+            raise InputError(f"{path}: {name}: {found_under(found, name)}, expected {expected}")
     return AnswersMeta(**{field.name: found[field.name] for field in _fields(AnswersMeta)})
 
 
@@ -159,22 +160,21 @@ class AnswersWriter:
         self._folder = Path(folder)
         self.path = self._folder / ANSWERS
         self.ids: set[str] = set()
+
+        def read(line: bytes, where: str) -> None:
+            one = parse_answer(line, where, meta.vocab_size).id
+            if one in self.ids:
+                raise InputError(f"{where}: id: found {one!r} twice, expected once")
+            self.ids.add(one)
+
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._open_meta(meta)
-            self._handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+            self._lines = DurableLines(self.path, read)
         except OSError as error:
             raise InputError(
                 f"{self._folder}: found {one_line(error)}, expected a folder that can be written"
             ) from None
-        self._close = weakref.finalize(self, os.close, self._handle)
-        try:
-            self._lock()
-            self._size = self._recover(meta.vocab_size)
-        except BaseException:
-            self.close()
-            raise
-        sync_folder(self._folder)
 
     def append(self, answers: Sequence[Answer]) -> None:
         """Adds a batch; when this returns it is on the disk.
@@ -187,20 +187,12 @@ class AnswersWriter:
             if one in self.ids or one in ids[:place]:
                 raise InputError(f"{self.path}: id: found {one!r} twice, expected ids to differ")
         lines = "".join(f"{json.dumps(dataclasses.asdict(one))}\n" for one in answers).encode()
-        try:
-            rest = memoryview(lines)
-            while rest:
-                rest = rest[os.write(self._handle, rest) :]
-            os.fsync(self._handle)
-        except OSError:
-            os.ftruncate(self._handle, self._size)
-            raise
-        self._size += len(lines)
+        self._lines.append(lines)
         self.ids.update(ids)
 
     def close(self) -> None:
         """Closes the file and lets others write to the folder."""
-        self._close()
+        self._lines.close()
 
     def __enter__(self) -> AnswersWriter:
         return self
@@ -220,7 +212,7 @@ class AnswersWriter:
         path = self._folder / META
         if path.exists():
             found = dataclasses.asdict(read_meta(self._folder))
-            for key, left, right in _differences(found, expected):
+            for key, left, right in differences(found, expected):
                 raise InputError(
                     f"{path}: {key}: found {left}, expected {right}; other answers need another "
                     "folder"
@@ -231,34 +223,6 @@ class AnswersWriter:
             )
         else:
             replace_file(path, f"{json.dumps(expected, indent=2)}\n".encode())
-
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InputError(
-                f"{self._folder}: found another process that writes to it, expected none"
-            ) from None
-        except OSError:
-            return  # some network file systems have no locks; the folder is then unguarded
-
-    def _recover(self, vocab_size: int) -> int:
-        """Reads what is there into `ids`, cuts off a torn last line; the size that is left."""
-        size = 0
-        with self.path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if not line.endswith(b"\n"):
-                    os.ftruncate(self._handle, size)  # one call: the cut is whole or not made
-                    os.fsync(self._handle)
-                    break
-                one = parse_answer(line, f"{self.path}:{number}", vocab_size).id
-                if one in self.ids:
-                    raise InputError(
-                        f"{self.path}:{number}: id: found {one!r} twice, expected once"
-                    )
-                self.ids.add(one)
-                size += len(line)
-        return size
 
 
 def parse_answer(line: bytes, where: str, vocab_size: int) -> Answer:
@@ -277,7 +241,7 @@ def parse_answer(line: bytes, where: str, vocab_size: int) -> Answer:
         raise InputError(f"{where}: found a {type(found).__name__}, expected a JSON object")
     for name, check, expected in _ANSWER_FIELDS:
         if name not in found or not check(found[name]):
-            raise InputError(f"{where}: {name}: {_found(found, name)}, expected {expected}")
+            raise InputError(f"{where}: {name}: {found_under(found, name)}, expected {expected}")
     for name in ("prompt_ids", "answer_ids"):
         ids = found[name]
         if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
@@ -291,27 +255,6 @@ def parse_answer(line: bytes, where: str, vocab_size: int) -> Answer:
 
 def _fields(kind: type) -> tuple[dataclasses.Field[Any], ...]:
     return dataclasses.fields(kind)
-
-
-def _found(values: dict[str, Any], name: str) -> str:
-    if name not in values:
-        return "found none"
-    shown = json.dumps(values[name])
-    return f"found {shown if len(shown) <= 40 else shown[:37] + '...'}"
-
-
-def _differences(found: Any, expected: Any, key: str = "") -> Iterator[tuple[str, str, str]]:
-    """(dotted key, found, expected) of every value in which two JSON objects differ."""
-    if isinstance(found, dict) and isinstance(expected, dict):
-        for name in sorted(found.keys() | expected.keys()):
-            if name in found and name in expected:
-                path = f"{key}.{name}" if key else name
-                yield from _differences(found[name], expected[name], path)
-            else:
-                path = f"{key}.{name}" if key else name
-                yield path, _found(found, name)[6:], _found(expected, name)[6:]
-    elif found != expected:
-        yield key, json.dumps(found), json.dumps(expected)
 
 
 def _is_text(value: Any) -> bool:

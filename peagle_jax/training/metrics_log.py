@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from peagle_jax.errors import InputError
-from peagle_jax.training.files import replace_file
+from peagle_jax.files import replace_file
 
 METRICS = "metrics.jsonl"
 TENSORBOARD = "tensorboard"

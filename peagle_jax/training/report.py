@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from peagle_jax.training.files import replace_file
+from peagle_jax.files import replace_file
 from peagle_jax.training.metrics_log import read_metrics
 
 _SMOOTHED = 200  # curves are means over about this many points

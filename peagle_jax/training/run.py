@@ -29,6 +29,7 @@ from peagle_jax.convert.in_memory import write_drafter
 from peagle_jax.convert.opening import open_config
 from peagle_jax.convert.sources import RUN_CONFIG
 from peagle_jax.errors import InputError
+from peagle_jax.files import replace_file
 from peagle_jax.models import decoder as decoder_model
 from peagle_jax.models import drafter as drafter_model
 from peagle_jax.runner import Pair
@@ -40,7 +41,6 @@ from peagle_jax.training.cod import ChainSampling
 from peagle_jax.training.data import DataConfig, TrainingData
 from peagle_jax.training.eagle3 import Eagle3Objective
 from peagle_jax.training.evaluate import decoded_acceptance
-from peagle_jax.training.files import replace_file
 from peagle_jax.training.loss import LossConfig
 from peagle_jax.training.p_eagle import PEagleObjective
 from peagle_jax.training.params import Params, Split, Trainable

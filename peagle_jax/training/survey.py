@@ -20,8 +20,8 @@ import numpy as np
 from jaxtyping import Int
 
 from peagle_jax.errors import InputError
+from peagle_jax.files import replace_file
 from peagle_jax.training.answers import AnswersFile, parse_answer
-from peagle_jax.training.files import replace_file
 
 SURVEY = "survey.npz"
 FORMAT = 1

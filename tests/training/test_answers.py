@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from peagle_jax.errors import InputError
+from peagle_jax.files import replace_file
 from peagle_jax.tokenizer import load_tokenizer
 from peagle_jax.training.answers import (
     ANSWERS,
@@ -22,7 +23,6 @@ from peagle_jax.training.answers import (
     read_meta,
     tokenizer_sha256,
 )
-from peagle_jax.training.files import replace_file
 
 META_VALUES = AnswersMeta(
     model="tiny",

@@ -1,0 +1,83 @@
+"""A file to which whole lines are only ever added: on the disk before they count."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+from peagle_jax.errors import InputError
+from peagle_jax.files import sync_folder
+
+
+class DurableLines:
+    """Adds lines to a file that one process at a time can write to.
+
+    Opening makes the file or goes on with one that is there: whatever is not a whole line
+    at its end is what a stopped process left, and is cut off.
+
+    Attributes:
+        path: the file.
+    """
+
+    def __init__(self, path: Path, read: Callable[[bytes, str], None]) -> None:
+        """Opens the file and hands every whole line, its end included, to `read`.
+
+        `read` is also given "path:line", and refuses a line by raising InputError; then
+        nothing is changed. Raises InputError where another process has the file open for
+        writing, OSError where it cannot be opened.
+        """
+        self.path = path
+        self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        self._close = weakref.finalize(self, os.close, self._handle)
+        try:
+            self._lock()
+            self._size = self._recover(read)
+            sync_folder(path.parent)
+        except BaseException:
+            self.close()
+            raise
+
+    def append(self, lines: bytes) -> None:
+        """Adds whole lines; when this returns they are on the disk.
+
+        Raises OSError where the disk does not take them; then none of them is in the file.
+        """
+        try:
+            rest = memoryview(lines)
+            while rest:
+                rest = rest[os.write(self._handle, rest) :]
+            os.fsync(self._handle)
+        except OSError:
+            os.ftruncate(self._handle, self._size)
+            raise
+        self._size += len(lines)
+
+    def close(self) -> None:
+        """Closes the file and lets others write to it."""
+        self._close()
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(
+                f"{self.path}: found another process that writes to it, expected none"
+            ) from None
+        except OSError:
+            return  # some network file systems have no locks; the file is then unguarded
+
+    def _recover(self, read: Callable[[bytes, str], None]) -> int:
+        """Reads the lines that are there and cuts off a torn one; the size that is left."""
+        size = 0
+        with self.path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.endswith(b"\n"):
+                    os.ftruncate(self._handle, size)  # one call: the cut is whole or not made
+                    os.fsync(self._handle)
+                    break
+                read(line, f"{self.path}:{number}")
+                size += len(line)
+        return size

@@ -1,0 +1,76 @@
+"""A prompt from a line of JSON: a string, or an object with one of three keys."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from peagle_jax.errors import InputError
+from peagle_jax.json_values import shown
+
+JsonPrompt = str | list[dict[str, str]] | list[int]
+
+
+def parse_line(line: str | bytes, where: str) -> Any:
+    """The JSON value of a line. Raises InputError that begins with `where`."""
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        raise InputError(f"{where}: found invalid JSON ({error.msg})") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{where}: found bytes that are not UTF-8 ({error.reason})") from None
+    except RecursionError:
+        raise InputError(f"{where}: found JSON nested too deep") from None
+
+
+def find_prompt(value: Any, where: str) -> JsonPrompt:
+    """The prompt in a line's value.
+
+    The value is a string, or an object with exactly one of the keys `prompt` (a string),
+    `messages` (a list of {"role", "content"}) and `token_ids` (a list of integers from 0).
+    Raises InputError that begins with `where`.
+    """
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, dict):
+        raise InputError(f"{where}: found {shown(value)}, expected a string or an object")
+    present = [key for key in PROMPT_KEYS if key in value]
+    if len(present) != 1:
+        found = " and ".join(present) or "none of them"
+        raise InputError(
+            f"{where}: found {found}, expected exactly one of {', '.join(PROMPT_KEYS)}"
+        )
+    (key,) = present
+    check, expected = PROMPT_KEYS[key]
+    prompt: JsonPrompt = value[key]
+    if not check(prompt):
+        raise InputError(f"{where}: {key}: found {shown(prompt)}, expected {expected}")
+    return prompt
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def is_messages(value: Any) -> bool:
+    """Whether a value is a list of chat messages, each with a role and its text."""
+    return isinstance(value, list) and all(
+        isinstance(turn, dict)
+        and isinstance(turn.get("role"), str)
+        and isinstance(turn.get("content"), str)
+        for turn in value
+    )
+
+
+def is_token_ids(value: Any) -> bool:
+    """Whether a value is a list of integers from 0."""
+    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+
+
+# Key -> what its value must be, and how an error says so.
+PROMPT_KEYS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "prompt": (_is_text, "a string"),
+    "messages": (is_messages, 'a list of {"role": string, "content": string}'),
+    "token_ids": (is_token_ids, "a list of integers from 0"),
+}
