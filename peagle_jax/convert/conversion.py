@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 from peagle_jax.config import ModelConfig
+from peagle_jax.convert.differences import hold_to_release
 from peagle_jax.convert.export import write_huggingface
-from peagle_jax.convert.manifest import config_to_json, source_files
+from peagle_jax.convert.folders import Journal, atomic_folder, check_space, resumable_folder
+from peagle_jax.convert.manifest import config_to_json, describe_file
 from peagle_jax.convert.opening import Checkpoint, open_checkpoint, open_config
 from peagle_jax.convert.sources import tokenizer_files
 from peagle_jax.errors import InputError
@@ -35,8 +37,9 @@ def convert(
 ) -> Path:
     """Converts a target or drafter, and gives the folder written.
 
-    One piece of one tensor is in memory at a time. `out` appears under its name when it is
-    whole; an interrupted conversion leaves nothing there.
+    A piece or two of one tensor are in memory at a time. `out` appears under its name when it
+    is whole. An Orbax conversion that was stopped is gone on with by the next call of the
+    same kind: what it has written is kept beside `out`, in .OUT.partial, until then.
 
     Args:
         source: as for `load_target` and `load_drafter`.
@@ -47,9 +50,11 @@ def convert(
             that vLLM loads, a target in Hugging Face's.
         overwrite: replaces a folder that is there and not empty.
         aux_layer_shift: as for `load_drafter`.
-        progress: called with (parameter path, tensors done, tensors in all); Orbax only.
+        progress: called with (what was just done, bytes done, bytes in all): tensors
+            written and, for Orbax, source files hashed.
 
-    Raises InputError on a bad source, a drafter for another target, or an `out` in use.
+    Raises InputError on a bad source, a drafter for another target, an `out` in use, or too
+    little space on its disk. Warns where a release known by its manifest is not as that says.
     """
     if to not in ("orbax", "vllm"):
         raise InputError(f"to: found {to!r}, expected orbax or vllm")
@@ -63,22 +68,77 @@ def convert(
         raise opened.reader.fail("found a target, expected a drafter, as a target was given")
     if any(folder == path or folder in path.absolute().parents for path in opened.reader.files):
         raise InputError(f"{folder}: found the source inside, expected another output folder")
-    with atomic_folder(folder) as partial:
-        max_positions = _max_positions(opened, target_config)
-        if to == "vllm":
-            write_huggingface(partial, opened, max_positions)
-        else:
-            from peagle_jax.convert import orbax_file  # here, as it costs an import of Orbax
-
-            orbax_file.write_params(partial, opened.tensors, progress)
-            orbax_file.write_manifest(partial, _manifest(opened, max_positions))
-        if opened.kind == "target":
-            for path in tokenizer_files(opened.reader.path):
-                shutil.copy(path, partial / path.name)
+    if opened.release is not None and opened.layout not in ("orbax", "gguf"):
+        hold_to_release(opened.release, opened.reader, source)
+    max_positions = _max_positions(opened, target_config)
+    meter = _Meter(opened, progress)
+    if to == "vllm":
+        check_space(folder, meter.num_bytes)
+        with atomic_folder(folder) as partial:
+            write_huggingface(partial, opened, max_positions, meter.advance)
+            _copy_tokenizer(opened, partial)
+        return folder
+    with resumable_folder(folder, _plan(opened, max_positions)) as journal:
+        done = sum(t.nbytes for path, t in opened.tensors.items() if path in journal.done)
+        check_space(folder, meter.num_bytes - done)
+        _write_orbax(journal, opened, max_positions, meter)
+        _copy_tokenizer(opened, journal.folder)
     return folder
 
 
-def _manifest(opened: Checkpoint, max_positions: int) -> dict[str, Any]:
+class _Meter:
+    """Counts bytes for a progress callback."""
+
+    def __init__(self, opened: Checkpoint, progress: Progress | None):
+        self.num_bytes = sum(tensor.nbytes for tensor in opened.tensors.values())
+        self._total = self.num_bytes
+        self._done = 0
+        self._progress = progress
+
+    def expect(self, num_bytes: int) -> None:
+        """Adds work beyond the tensors."""
+        self._total += num_bytes
+
+    def advance(self, what: str, num_bytes: int) -> None:
+        self._done += num_bytes
+        if self._progress is not None:
+            self._progress(what, self._done, self._total)
+
+
+def _write_orbax(journal: Journal, opened: Checkpoint, max_positions: int, meter: _Meter) -> None:
+    from peagle_jax.convert import orbax_file  # here, as it costs an import of Orbax
+
+    files = opened.reader.files
+    meter.expect(sum(path.stat().st_size for path in files))
+    orbax_file.write_params(journal, opened.tensors, meter.advance)
+    for path in files:
+        if path.name in journal.done:
+            meter.advance(path.name, path.stat().st_size)
+        else:
+            advance = functools.partial(meter.advance, path.name)
+            journal.add(path.name, describe_file(path, advance))
+    described = [journal.done[path.name] for path in files]
+    orbax_file.write_manifest(journal.folder, _manifest(opened, max_positions, described))
+
+
+def _plan(opened: Checkpoint, max_positions: int) -> dict[str, Any]:
+    """What must not have changed for a conversion to be gone on with."""
+    files = [(str(path), path.stat()) for path in opened.reader.files]
+    return {
+        "manifest": _manifest(opened, max_positions, []),
+        "files": [(path, stat.st_size, stat.st_mtime_ns) for path, stat in files],
+    }
+
+
+def _copy_tokenizer(opened: Checkpoint, folder: Path) -> None:
+    if opened.kind == "target":
+        for path in tokenizer_files(opened.reader.path):
+            shutil.copy(path, folder / path.name)
+
+
+def _manifest(
+    opened: Checkpoint, max_positions: int, files: list[dict[str, Any]]
+) -> dict[str, Any]:
     return {
         "kind": opened.kind,
         "config": config_to_json(opened.config),
@@ -90,7 +150,7 @@ def _manifest(opened: Checkpoint, max_positions: int) -> dict[str, Any]:
         "source": {
             "layout": opened.layout,
             "format": opened.reader.format,
-            "files": source_files(opened.reader.files),
+            "files": files,
         },
     }
 
@@ -109,25 +169,3 @@ def _check_free(folder: Path, overwrite: bool) -> None:
         raise InputError(f"{folder}: found a file, expected a folder to make")
     if folder.is_dir() and any(folder.iterdir()) and not overwrite:
         raise InputError(f"{folder}: found a folder that is not empty, expected a new one")
-
-
-@contextmanager
-def atomic_folder(folder: Path) -> Iterator[Path]:
-    """A folder to fill beside `folder`, which it becomes when all went well."""
-    partial = folder.with_name(f".{folder.name}.partial")
-    replaced = folder.with_name(f".{folder.name}.replaced")
-    try:
-        for stale in (partial, replaced):
-            shutil.rmtree(stale, ignore_errors=True)
-        partial.mkdir(parents=True)
-        yield partial
-        if folder.exists():
-            folder.rename(replaced)
-        partial.rename(folder)
-        shutil.rmtree(replaced, ignore_errors=True)
-    except OSError as error:
-        raise InputError(
-            f"{folder}: found {error.strerror or error}, expected a folder that can be written"
-        ) from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +16,16 @@ from peagle_jax.convert.opening import Checkpoint
 from peagle_jax.convert.safetensors_file import Output, write_safetensors
 
 
-def write_huggingface(folder: Path, opened: Checkpoint, max_positions: int) -> None:
+def write_huggingface(
+    folder: Path,
+    opened: Checkpoint,
+    max_positions: int,
+    advance: Callable[[str, int], None] = lambda path, num_bytes: None,
+) -> None:
     """Writes a drafter in vLLM's layout, a target in Hugging Face's.
 
     `max_positions` goes into a drafter's config.json, whose network has no limit itself.
+    `advance(path, num_bytes)` is called as parameters are written.
     """
     dtype = next(t.dtype.name for p, t in opened.tensors.items() if p.endswith("norm.scale"))
     if isinstance(opened.config, ModelConfig):
@@ -31,7 +37,7 @@ def write_huggingface(folder: Path, opened: Checkpoint, max_positions: int) -> N
     outputs = {}
     for path, tensor in opened.tensors.items():
         outputs[layouts.tensor_name(path, paths)] = Output(
-            tensor.shape, tensor.dtype, _chunks(tensor)
+            tensor.shape, tensor.dtype, _chunks(path, tensor, advance)
         )
     if isinstance(opened.config, DrafterConfig):
         _to_vllm(outputs, opened.config, opened.tensors)
@@ -56,6 +62,10 @@ def _to_vllm(
             outputs[name] = Output(array.shape, array.dtype, [array])
 
 
-def _chunks(tensor: LazyTensor) -> Iterator[np.ndarray]:
+def _chunks(
+    path: str, tensor: LazyTensor, advance: Callable[[str, int], None]
+) -> Iterator[np.ndarray]:
     for start, stop in tensor.chunks():
-        yield tensor.rows(start, stop)
+        rows = tensor.rows(start, stop)
+        yield rows
+        advance(path, rows.nbytes)

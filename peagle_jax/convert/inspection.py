@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from peagle_jax.config import ModelConfig
-from peagle_jax.convert import opening
+from peagle_jax.convert import opening, releases
 from peagle_jax.convert.drafter_configs import Layout
 from peagle_jax.convert.manifest import config_to_json
 from peagle_jax.convert.sources import Kind, locate
@@ -83,13 +83,14 @@ def inspect(
     Raises InputError where there is no readable checkpoint; whatever else is wrong with it
     is in `problems`.
     """
-    reader = opening.open_source(locate(source, kind))
+    path = locate(source, kind)
+    reader, release = opening.open_source(path), releases.find(source, path)
     found = opening.kind_of(reader)
     target_config = opening.open_config(target) if isinstance(target, str | os.PathLike) else target
     problems, config, layout, method = [], None, None, None
     try:
         layout = opening.layout_of(reader, found)
-        parsed = opening.config_of(reader, found, layout, target_config)
+        parsed = opening.config_of(reader, found, layout, target_config, release=release)
         config = config_to_json(parsed)
         method = None if isinstance(parsed, ModelConfig) else parsed.method
         opening.match(reader, found, layout, parsed)

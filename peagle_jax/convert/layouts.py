@@ -89,6 +89,11 @@ class LazyTensor:
     shape: tuple[int, ...]
     dtype: np.dtype
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the parameter."""
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
     def chunks(self) -> list[tuple[int, int]]:
         """(start, stop) row ranges that cover the tensor, small enough for the cache."""
         return row_chunks(self.shape, self.dtype, self.reader.chunk_bytes)

@@ -6,12 +6,14 @@ import dataclasses
 import hashlib
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from peagle_jax.config import DrafterConfig, ModelConfig
 from peagle_jax.errors import InputError
+
+_READ_BYTES = 4 << 20
 
 CONFIGS: dict[str, type] = {"target": ModelConfig, "drafter": DrafterConfig}
 
@@ -57,11 +59,11 @@ def _value(hint: Any, value: Any, where: str) -> Any:
     return value
 
 
-def source_files(files: Sequence[Path]) -> list[dict[str, Any]]:
-    """Name, size in bytes and SHA-256 of each file."""
-    described = []
-    for path in files:
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        described.append({"name": path.name, "size": path.stat().st_size, "sha256": digest})
-    return described
+def describe_file(path: Path, advance: Callable[[int], None]) -> dict[str, Any]:
+    """Name, size in bytes and SHA-256 of a file; `advance(bytes)` is called as it is read."""
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(_READ_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while size := file.readinto(buffer):
+            digest.update(buffer[:size])
+            advance(size)
+    return {"name": path.name, "size": path.stat().st_size, "sha256": digest.hexdigest()}

@@ -11,11 +11,12 @@ import ml_dtypes
 import numpy as np
 
 from peagle_jax.config import DrafterConfig, ModelConfig
-from peagle_jax.convert import configs, drafter_configs, layouts, mxfp4
+from peagle_jax.convert import configs, drafter_configs, layouts, mxfp4, releases
 from peagle_jax.convert.base_reader import MANIFEST, Reader, read_json
 from peagle_jax.convert.layouts import LazyTensor
 from peagle_jax.convert.manifest import CONFIGS, config_from_json
 from peagle_jax.convert.readers import open_reader
+from peagle_jax.convert.releases import Release
 from peagle_jax.convert.sources import Kind, locate
 from peagle_jax.errors import InputError
 from peagle_jax.models import decoder as decoder_model
@@ -29,6 +30,7 @@ class Checkpoint:
     """An opened checkpoint: its configuration, and its parameters still in their files.
 
     `tensors` maps dotted parameter paths ("layers_0.mlp.up_proj.kernel") to tensors.
+    `release`: the released checkpoint that it is, by its name; None where it is none.
     """
 
     kind: Kind
@@ -36,6 +38,7 @@ class Checkpoint:
     reader: Reader
     config: ModelConfig | DrafterConfig
     tensors: dict[str, LazyTensor]
+    release: Release | None = None
 
 
 def open_checkpoint(
@@ -54,9 +57,10 @@ def open_checkpoint(
     found = kind_of(reader)
     if kind not in (None, found):
         raise InputError(f"{path}: found a {found}, expected a {kind}")
+    release = releases.find(source, path)
     layout = layout_of(reader, found)
-    config = config_of(reader, found, layout, target_config, aux_layer_shift)
-    return match(reader, found, layout, config, dtype)
+    config = config_of(reader, found, layout, target_config, aux_layer_shift, release)
+    return dataclasses.replace(match(reader, found, layout, config, dtype), release=release)
 
 
 def open_source(path: Path) -> Reader:
@@ -101,9 +105,18 @@ def config_of(
     layout: drafter_configs.Layout,
     target_config: ModelConfig | None = None,
     aux_layer_shift: int = 0,
+    release: Release | None = None,
 ) -> ModelConfig | DrafterConfig:
-    """The checkpoint's configuration; a drafter's is checked against `target_config`."""
+    """The checkpoint's configuration; a drafter's is checked against `target_config`.
+
+    Without one, a drafter that is a known release gets the target that its manifest names.
+    """
     raw, where = _config(reader), _config_path(reader)
+    if kind == "drafter" and release is not None:
+        if target_config is None:
+            target_config = _released_target(release)
+        else:
+            release.check_target(target_config, where)
     if layout == "orbax":
         if aux_layer_shift:
             raise reader.fail("aux_layer_shift: found a converted checkpoint, expected its source")
@@ -119,6 +132,11 @@ def config_of(
     if isinstance(config, DrafterConfig) and target_config is not None:
         drafter_configs.check_pair(config, target_config, where)
     return config
+
+
+def _released_target(release: Release) -> ModelConfig | None:
+    target = releases.find(release.target) if release.target else None
+    return None if target is None else configs.model_config(target.config, str(target.path))
 
 
 def match(

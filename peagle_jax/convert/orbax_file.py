@@ -1,4 +1,4 @@
-"""Orbax checkpoints: written tensor by tensor, read row by row.
+"""Orbax checkpoints: written array by array and resumably, read row by row.
 
 OUT/manifest.json says what the checkpoint is; OUT/params is an ordinary Orbax PyTree
 checkpoint (zarr arrays), which Orbax itself restores too.
@@ -7,8 +7,11 @@ checkpoint (zarr arrays), which Orbax itself restores too.
 from __future__ import annotations
 
 import contextlib
+import errno
+import functools
 import json
 import logging
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,30 +21,78 @@ import numpy as np
 import tensorstore as ts
 
 from peagle_jax.convert.base_reader import MANIFEST, Reader, one_line, read_json, row_chunks
+from peagle_jax.convert.folders import Journal
 from peagle_jax.convert.layouts import LazyTensor, unflatten
 from peagle_jax.errors import InputError
 
 FORMAT = "peagle_jax checkpoint"
 FORMAT_VERSION = 1
 PARAMS = "params"
+_ARRAYS = "arrays"  # where they are written, before there is an Orbax checkpoint around them
 # Rows are stored, and later read, in pieces of this size: one device's shard of a
 # row-sharded tensor touches few pieces beyond its own.
 PIECE_BYTES = 16 << 20
 
 
 def write_params(
-    folder: Path,
+    journal: Journal,
     tensors: Mapping[str, LazyTensor],
-    progress: Callable[[str, int, int], None] | None = None,
+    advance: Callable[[str, int], None] = lambda path, num_bytes: None,
 ) -> None:
-    """Writes `folder`/params through Orbax; no more than one piece of a tensor is in memory.
+    """Writes params/ into the journal's folder, as Orbax does: two pieces at most in memory.
 
-    `progress(path, done, total)` is called after each tensor, counts in tensors.
+    Arrays that the journal has as done are left as they are: the array in hand when a run was
+    stopped is the only one that is written again. `advance(path, num_bytes)` is called after
+    each piece, and for each array that was there.
     """
+    arrays = journal.folder / _ARRAYS
+    _recover(journal.folder, arrays)
+    for path, tensor in tensors.items():
+        if path in journal.done and (arrays / path / ".zarray").is_file():
+            advance(path, tensor.nbytes)
+            continue
+        shutil.rmtree(arrays / path, ignore_errors=True)
+        _write_array(arrays / path, tensor, functools.partial(advance, path))
+        journal.add(path)
+    _gather(journal.folder / PARAMS, arrays, tensors)
+
+
+def _write_array(folder: Path, tensor: LazyTensor, advance: Callable[[int], None]) -> None:
+    ranges = row_chunks(tensor.shape, tensor.dtype, PIECE_BYTES)
+    spec = {
+        **_spec(folder),
+        "dtype": tensor.dtype.name,
+        "create": True,
+        "store_data_equal_to_fill_value": True,  # so that a lost piece is not read as zeros
+        "metadata": {
+            "shape": list(tensor.shape),
+            "chunks": [ranges[0][1], *tensor.shape[1:]],
+            "compressor": None,
+        },
+    }
+    try:
+        store = ts.open(spec).result()
+        written = None
+        for start, stop in ranges:
+            rows = tensor.rows(start, stop)
+            if written is not None:  # the one before was on its way meanwhile
+                written.result()
+            written = store[start:stop].write(rows)
+            advance(rows.nbytes)
+        if written is not None:
+            written.result()
+    except InputError:
+        raise
+    except ValueError as error:  # tensorstore's own kind, for a full disk among others
+        raise OSError(errno.EIO, _detail(error)) from None
+
+
+def _gather(params: Path, arrays: Path, tensors: Mapping[str, LazyTensor]) -> None:
+    """Makes an Orbax checkpoint of the arrays, which are moved into it."""
     import orbax.checkpoint as ocp
 
-    class LazyTensorHandler(ocp.type_handlers.TypeHandler):
-        """Saves a LazyTensor as the array that it stands for."""
+    class WrittenHandler(ocp.type_handlers.TypeHandler):
+        """Saves a LazyTensor by moving the array that was written of it into place."""
 
         def typestr(self) -> str:
             return "jax.Array"  # what Orbax is to restore it as
@@ -55,36 +106,27 @@ def write_params(
         async def serialize(
             self, values: Sequence[LazyTensor], infos: Sequence[Any], args: Any = None
         ) -> Sequence[Any]:
-            for done, (value, info) in enumerate(zip(values, infos, strict=True), start=1):
+            for info in infos:
                 await info.await_path_creation()
-                await _write_tensor(Path(info.parent_dir) / info.name, value)
-                if progress is not None:
-                    progress(info.name, done, len(values))
+                (arrays / info.name).rename(Path(info.parent_dir) / info.name)
             return []
 
-    registry = ocp.type_handlers.create_type_handler_registry((LazyTensor, LazyTensorHandler()))
+    registry = ocp.type_handlers.create_type_handler_registry((LazyTensor, WrittenHandler()))
     with _quiet_orbax():
         handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, type_handler_registry=registry)
         with ocp.Checkpointer(handler) as checkpointer:
-            checkpointer.save((folder / PARAMS).absolute(), unflatten(tensors))
+            checkpointer.save(params.absolute(), unflatten(tensors))
+    arrays.rmdir()
 
 
-async def _write_tensor(folder: Path, tensor: LazyTensor) -> None:
-    ranges = row_chunks(tensor.shape, tensor.dtype, PIECE_BYTES)
-    spec = {
-        **_spec(folder),
-        "dtype": tensor.dtype.name,
-        "create": True,
-        "store_data_equal_to_fill_value": True,  # so that a lost piece is not read as zeros
-        "metadata": {
-            "shape": list(tensor.shape),
-            "chunks": [ranges[0][1], *tensor.shape[1:]],
-            "compressor": None,
-        },
-    }
-    store = await ts.open(spec)
-    for start, stop in ranges:
-        await store[start:stop].write(tensor.rows(start, stop))
+def _recover(folder: Path, arrays: Path) -> None:
+    """Takes arrays back that a run had begun to move when it was stopped."""
+    arrays.mkdir(exist_ok=True)
+    for begun in folder.glob(f"{PARAMS}*"):
+        for array in begun.iterdir():
+            if (array / ".zarray").is_file():
+                array.rename(arrays / array.name)
+        shutil.rmtree(begun)
 
 
 def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:

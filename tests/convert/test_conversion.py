@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -145,8 +147,13 @@ def test_dtype_and_progress(drafter: Path, tmp_path: Path) -> None:
     _, params = load_drafter(out)
     assert params["fc"]["kernel"].dtype == "bfloat16"
     assert params["draft_to_target"].dtype == "int32"
-    assert [done for _, done, _ in calls] == list(range(1, len(flatten(params)) + 1))
-    assert {total for _, _, total in calls} == {len(calls)}
+    counted = [done for _, done, _ in calls]
+    assert counted == sorted(counted)
+    written = sum(value.nbytes for value in flatten(params).values())
+    hashed = (drafter / "model.safetensors").stat().st_size
+    assert counted[-1] == written + hashed
+    assert {total for _, _, total in calls} == {written + hashed}
+    assert {name for name, _, _ in calls} == {*flatten(params), "model.safetensors"}
 
 
 def test_tokenizer_files_come_along(tmp_path: Path) -> None:
@@ -159,26 +166,132 @@ def test_tokenizer_files_come_along(tmp_path: Path) -> None:
     assert (out / "tokenizer.json").exists()
 
 
-def test_interrupted_conversion_leaves_nothing(
+class Stopped:
+    """Makes reading stop at tensors of a name, and notes which were read whole before."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, at: str, error: BaseException):
+        read = LazyTensor.rows
+        self.read: list[str] = []
+
+        def rows(tensor: LazyTensor, start: int, stop: int) -> np.ndarray:
+            if at in tensor.name:
+                raise error
+            self.read.append(tensor.name)
+            return read(tensor, start, stop)
+
+        monkeypatch.setattr(LazyTensor, "rows", rows)
+
+
+def test_interrupted_conversion_to_vllm_leaves_nothing(
     drafter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = LazyTensor.rows
+    Stopped(monkeypatch, "norm", KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        convert(drafter, tmp_path / "out", target=TARGET, to="vllm")
+    assert [path.name for path in tmp_path.iterdir()] == ["drafter"]
 
-    def interrupted(self: LazyTensor, start: int, stop: int) -> np.ndarray:
-        if "norm" in self.name:
+
+def test_stopped_conversion_is_gone_on_with(
+    drafter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = convert(drafter, tmp_path / "whole", target=TARGET)
+    first = Stopped(monkeypatch, "layers.1.mlp", KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        convert(drafter, tmp_path / "out", target=TARGET)
+    monkeypatch.undo()
+    assert not (tmp_path / "out").exists()
+    assert (tmp_path / ".out.partial").is_dir()
+    second = Stopped(monkeypatch, "no such tensor", KeyboardInterrupt())
+    out = convert(drafter, tmp_path / "out", target=TARGET)
+    assert first.read
+    assert not set(first.read) & set(second.read)
+    others = {"d2t", "t2d", "mask_hidden"}  # read in their own ways, or not at all
+    assert {*first.read, *second.read} == set(load_file(drafter / "model.safetensors")) - others
+    assert_same(load_drafter(whole), load_drafter(out))
+    assert {path.name for path in out.iterdir()} == {path.name for path in whole.iterdir()}
+    assert not (tmp_path / ".out.partial").exists()
+
+
+@pytest.mark.parametrize("change", ["dtype", "source"])
+def test_another_conversion_begins_anew(
+    drafter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    first = Stopped(monkeypatch, "layers.1.mlp", KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        convert(drafter, tmp_path / "out", target=TARGET)
+    monkeypatch.undo()
+    if change == "source":
+        write_checkpoint(drafter, DRAFTER_JSON, drafter_tensors(seed=1))
+    second = Stopped(monkeypatch, "no such tensor", KeyboardInterrupt())
+    dtype = "bfloat16" if change == "dtype" else None
+    out = convert(drafter, tmp_path / "out", target=TARGET, dtype=dtype)
+    assert set(first.read) < set(second.read)
+    monkeypatch.undo()
+    assert_same(load_drafter(drafter, TARGET, dtype=dtype), load_drafter(out))
+
+
+def test_killed_while_orbax_takes_the_arrays_over(
+    drafter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The arrays lie in two places then; none is written again."""
+    rename = Path.rename
+
+    def killed(path: Path, target: Path) -> Path:
+        if path.name == "layers_1.mlp.up_proj.kernel":
             raise KeyboardInterrupt
-        return read(self, start, stop)
+        return rename(path, target)
 
-    monkeypatch.setattr(LazyTensor, "rows", interrupted)
+    monkeypatch.setattr(Path, "rename", killed)
+    with pytest.raises(KeyboardInterrupt):
+        convert(drafter, tmp_path / "out", target=TARGET)
+    monkeypatch.undo()
+    stopped = Stopped(monkeypatch, "no such tensor", KeyboardInterrupt())
+    out = convert(drafter, tmp_path / "out", target=TARGET)
+    assert stopped.read == []
+    assert_same(load_drafter(drafter, TARGET), load_drafter(out))
+
+
+def test_full_disk_is_seen_before_anything_is_written(
+    drafter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 10**6))
     for to in ("orbax", "vllm"):
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(
+            InputError, match=r"out: found 0\.00 GB free on the disk, expected 0\.02"
+        ):
             convert(drafter, tmp_path / "out", target=TARGET, to=to)
         assert [path.name for path in tmp_path.iterdir()] == ["drafter"]
+
+
+def test_disk_that_fills_up_keeps_what_is_done(
+    drafter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped = Stopped(monkeypatch, "layers.1.mlp", OSError(errno.ENOSPC, "No space left on device"))
+    with pytest.raises(InputError, match="out: found No space left on device, expected a folder"):
+        convert(drafter, tmp_path / "out", target=TARGET)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 0))
+    with pytest.raises(InputError, match="GB free on the disk"):  # still full
+        convert(drafter, tmp_path / "out", target=TARGET)
     monkeypatch.undo()
-    stale = tmp_path / ".out.partial"  # of a process that was killed
-    (stale / "params").mkdir(parents=True)
+    again = Stopped(monkeypatch, "no such tensor", KeyboardInterrupt())
     convert(drafter, tmp_path / "out", target=TARGET)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["drafter", "out"]
+    assert not set(stopped.read) & set(again.read)
+
+
+def test_nothing_is_said_on_stderr(drafter: Path, tmp_path: Path) -> None:
+    """Orbax logs through absl, which writes to the stderr that there was at its import."""
+    config = {**DRAFTER_JSON, "eagle_aux_hidden_state_layer_ids": [1, 3, 5]}
+    write_checkpoint(drafter, config, drafter_tensors())
+    command = [
+        sys.executable,
+        "-m",
+        "peagle_jax.cli",
+        "convert",
+        str(drafter),
+        str(tmp_path / "out"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_nan_leaves_nothing(tmp_path: Path) -> None:
