@@ -74,6 +74,13 @@ class Reader(ABC):
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
         """Rows start..stop of the leading axis, `[stop - start, ...]`; not for scalars."""
 
+    def rows_at(self, name: str, start: int, stop: int, last: slice) -> np.ndarray:
+        """`rows(name, start, stop)[..., last]`: one half of what a checkpoint keeps fused.
+
+        A reader that computes its values computes no others.
+        """
+        return self.rows(name, start, stop)[..., last]
+
     def stored(self) -> Reader:
         """The tensors as the files have them: this reader, unless it makes others of them."""
         return self

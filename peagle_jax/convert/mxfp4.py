@@ -111,10 +111,13 @@ class Mxfp4Reader(Reader):
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
         """A view for packed tensors: their own order in memory is `[experts, out, in]`."""
+        return self.rows_at(name, start, stop, slice(None))
+
+    def rows_at(self, name: str, start: int, stop: int, last: slice) -> np.ndarray:
         if name not in self._packed:
-            return self._stored.rows(name, start, stop)
-        blocks = self._stored.rows(name + _BLOCKS, start, stop)
-        scales = self._stored.rows(name + _SCALES, start, stop)
+            return self._stored.rows_at(name, start, stop, last)
+        blocks = self._stored.rows(name + _BLOCKS, start, stop)[:, last]
+        scales = self._stored.rows(name + _SCALES, start, stop)[:, last]
         return dequantize(blocks, scales).swapaxes(1, 2)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import re
@@ -17,6 +18,8 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 _PICKLES = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
 _CONFIGS = ("config.json", "generation_config.json")
+# Subfolders hold the same weights in other forms: gpt-oss's `original` and `metal`.
+_ELSEWHERE = ("*/*",)
 # Chat templates come as chat_template.jinja or, older, as chat_template.json.
 _TOKENIZER = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
@@ -102,11 +105,10 @@ def _from_hub(repository: str, weights: bool = True) -> Path:
 
     wanted = [*_CONFIGS, *_TOKENIZER]
     try:
-        folder = Path(
-            snapshot_download(repository, allow_patterns=wanted + list(_WEIGHTS if weights else ()))
-        )
+        fetch = functools.partial(snapshot_download, repository, ignore_patterns=list(_ELSEWHERE))
+        folder = Path(fetch(allow_patterns=wanted + list(_WEIGHTS if weights else ())))
         if weights and not any(folder.glob("*.safetensors")):
-            snapshot_download(repository, allow_patterns=[*wanted, *_PICKLES])
+            fetch(allow_patterns=[*wanted, *_PICKLES])
     except Exception as error:  # the hub client raises its own, httpx's and the system's errors
         raise InputError(
             f"{repository}: found no such folder and no way to fetch it from the hub "

@@ -107,6 +107,9 @@ def test_reader_shows_what_the_packed_tensors_stand_for(tmp_path: Path) -> None:
     whole = dequantize(tensors[f"{STEM}_blocks"], tensors[f"{STEM}_scales"]).swapaxes(1, 2)
     assert np.array_equal(reader.read(STEM), whole)
     assert np.array_equal(reader.rows(STEM, 1, 3), whole[1:3])
+    odd = slice(1, None, 2)
+    assert np.array_equal(reader.rows_at(STEM, 1, 3, odd), whole[1:3, :, odd])
+    assert reader.rows_at(f"{STEM}_bias", 0, 2, odd).shape == (2, 3)
     assert reader.rows(f"{STEM}_bias", 0, 2).tolist() == [[1] * 6] * 2
     assert sorted(reader.stored().names()) == sorted(tensors)
     assert reader.config == CONFIG

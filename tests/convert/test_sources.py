@@ -51,7 +51,7 @@ def test_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_hub_fetches_only_what_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[str]] = []
 
-    def download(repository: str, allow_patterns: list[str]) -> str:
+    def download(repository: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
         assert repository == "org/name"
         asked.append(allow_patterns)
         return str(tmp_path)
@@ -66,6 +66,29 @@ def test_hub_fetches_only_what_is_needed(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "model.safetensors").touch()
     locate("org/name")
     assert len(asked) == 1
+
+
+def test_hub_s_subfolders_are_left_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gpt-oss's repositories hold the weights three times."""
+    files = [
+        "config.json",
+        "model-00000-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "tokenizer.json",
+        "metal/model.bin",
+        "original/config.json",
+        "original/model.safetensors",
+    ]
+    fetched: list[str] = []
+
+    def download(repository: str, **patterns: Any) -> str:
+        fetched.extend(huggingface_hub.utils.filter_repo_objects(files, **patterns))
+        (tmp_path / "model-00000-of-00002.safetensors").touch()
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    locate("openai/gpt-oss-20b")
+    assert fetched == files[:4]
 
 
 def test_a_training_run_is_its_best_drafter_else_its_last(tmp_path: Path) -> None:
