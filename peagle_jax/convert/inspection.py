@@ -9,9 +9,12 @@ from typing import Any
 import numpy as np
 
 from peagle_jax.config import ModelConfig
-from peagle_jax.convert import opening, releases
+from peagle_jax.convert import differences, opening, releases
+from peagle_jax.convert.base_reader import Reader
+from peagle_jax.convert.differences import Difference
 from peagle_jax.convert.drafter_configs import Layout
 from peagle_jax.convert.manifest import config_to_json
+from peagle_jax.convert.releases import Release
 from peagle_jax.convert.sources import Kind, locate
 from peagle_jax.errors import InputError
 
@@ -32,7 +35,9 @@ class Inspection:
 
     `problems` are the one-line reasons why loading would fail; none = it would load, as far
     as can be told without reading the weights. `num_parameters` counts elements of
-    floating-point tensors, `nbytes` the bytes of all tensors in the files.
+    floating-point tensors, `nbytes` the bytes of all tensors in the files. `release` is the
+    released checkpoint that it is by its name, `differences` what it has not as that one's
+    manifest says.
     """
 
     source: str
@@ -47,6 +52,8 @@ class Inspection:
     num_parameters: int
     nbytes: int
     problems: tuple[str, ...]
+    release: str | None
+    differences: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -64,6 +71,10 @@ class Inspection:
             ("parameters", f"{self.num_parameters:,}"),
             ("size", f"{self.nbytes / 1e6:,.1f} MB in {len(self.files)} file(s)"),
         ]  # fmt: skip
+        if self.release is not None:
+            differs = f"{len(self.differences)} differences: peagle convert --check"
+            as_said = "as its manifest says" if not self.differences else differs
+            rows.append(("release", f"{self.release}, {as_said}"))
         rows += [(key, _text(value)) for key, value in _flat(self.config or {}).items()]
         return rows + [("problem", problem) for problem in self.problems]
 
@@ -119,6 +130,16 @@ def inspect(
         ),
         nbytes=sum(tensor.nbytes for tensor in tensors),
         problems=tuple(problems),
+        release=None if release is None else release.repository,
+        differences=tuple(map(str, _differences(release, reader))),
+    )
+
+
+def _differences(release: Release | None, reader: Reader) -> list[Difference]:
+    if release is None or reader.format not in ("safetensors", "pytorch"):
+        return []
+    return differences.compare_config(release, reader.config or {}) + differences.compare(
+        release, differences.header_of(reader)
     )
 
 

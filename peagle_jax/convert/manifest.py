@@ -41,16 +41,16 @@ def config_from_json(kind: type, values: Any, where: str) -> Any:
 
 
 def _value(hint: Any, value: Any, where: str) -> Any:
-    if dataclasses.is_dataclass(hint):
-        assert isinstance(hint, type)
-        return config_from_json(hint, value, where)
-    if typing.get_origin(hint) is tuple and isinstance(value, list):
-        return tuple(value)
     origin = typing.get_origin(hint)
     plain: tuple[Any, ...] = (hint,)
     if origin in (typing.Union, types.UnionType):
         plain = typing.get_args(hint)
-    elif origin is typing.Literal:
+    nested = next((kind for kind in plain if dataclasses.is_dataclass(kind)), None)
+    if isinstance(nested, type) and not (value is None and type(None) in plain):
+        return config_from_json(nested, value, where)
+    if origin is tuple and isinstance(value, list):
+        return tuple(value)
+    if origin is typing.Literal:
         plain = (str,)
     if float in plain:
         plain += (int,)

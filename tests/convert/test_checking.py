@@ -15,6 +15,7 @@ from peagle_jax import cli
 from peagle_jax.convert import checking, differences, releases, synthetic
 from peagle_jax.convert.checking import check
 from peagle_jax.convert.conversion import convert
+from peagle_jax.convert.inspection import inspect
 from peagle_jax.convert.releases import Release, TensorSpec
 from peagle_jax.errors import InputError
 from tests.convert.tiny import BF16, DRAFTER_JSON, TARGET, drafter_tensors, write_checkpoint
@@ -127,6 +128,10 @@ def test_guesses_give_way_to_the_header(small: Release, tmp_path: Path) -> None:
     assert report.passed
     assert report.differences
     assert not any(d.verified for d in report.differences)
+    seen_by_inspect = inspect(folder, target=TARGET)
+    assert seen_by_inspect.release == "amazon/gpt-oss-20b-p-eagle"
+    assert seen_by_inspect.differences == tuple(map(str, report.differences))
+    assert "differences: peagle convert --check" in dict(seen_by_inspect.summary())["release"]
 
 
 def test_what_is_verified_is_held_to(

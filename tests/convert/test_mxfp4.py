@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -135,7 +136,7 @@ def test_plain_checkpoints_are_left_alone(tmp_path: Path) -> None:
     assert reader.stored() is reader
 
 
-WRONG = {
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no scales": ({f"{STEM}_scales": None}, r"down_proj_scales: found no such tensor, expected"),
     "no blocks": ({f"{STEM}_blocks": None}, r"down_proj_blocks: found no such tensor, expected"),
     "one scale a row": (

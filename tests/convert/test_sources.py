@@ -7,6 +7,7 @@ from typing import Any
 
 import huggingface_hub
 import pytest
+from huggingface_hub.utils._paths import filter_repo_objects
 
 from peagle_jax.convert import shipped, sources
 from peagle_jax.convert.sources import locate, tokenizer_files
@@ -82,7 +83,7 @@ def test_hub_s_subfolders_are_left_there(tmp_path: Path, monkeypatch: pytest.Mon
     fetched: list[str] = []
 
     def download(repository: str, **patterns: Any) -> str:
-        fetched.extend(huggingface_hub.utils.filter_repo_objects(files, **patterns))
+        fetched.extend(filter_repo_objects(files, **patterns))
         (tmp_path / "model-00000-of-00002.safetensors").touch()
         return str(tmp_path)
 
