@@ -1,0 +1,1 @@
+"""Many requests at once: continuous batching, and files of requests in and out."""
