@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 
 import numpy as np
 import pytest
@@ -12,7 +13,9 @@ from peagle_jax import cli
 from peagle_jax.config import DrafterConfig
 from peagle_jax.convert.checkpoint import load_drafter, load_target
 from peagle_jax.training import train_config
+from peagle_jax.training.checkpoints import CheckpointError
 from peagle_jax.training.metrics_log import read_metrics
+from peagle_jax.training.trainer import Summary, TrainingStopped
 from tests.training import tiny_model
 
 EVALUATED = ("eval.every=6", "eval.num_prompts=4", "eval.max_new_tokens=8", "eval.batch_size=4")
@@ -206,7 +209,7 @@ def test_bad_input_is_refused_in_one_line(train, tmp_path, capsys, overrides, me
     error = capsys.readouterr().err
     assert message in error.splitlines()[-1]
     assert "Traceback" not in error
-    assert not (out / "config.toml").exists()
+    assert not out.exists()
 
 
 def test_another_folder_is_not_written_to(train, tmp_path, capsys):
@@ -216,6 +219,28 @@ def test_another_folder_is_not_written_to(train, tmp_path, capsys):
         capsys.readouterr().err
     )
     assert [path.name for path in tmp_path.iterdir()] == ["letter.txt"]
+
+
+@pytest.mark.parametrize(
+    ("result", "code", "message"),
+    [
+        (Summary(3, 12, signal=signal.SIGTERM), 143, "the same command goes on from step 3"),
+        (Summary(3, 12, signal=signal.SIGINT), 130, "ended by signal 2"),
+        (CheckpointError("/r: No space left on device"), 1, "error: /r: No space left on device"),
+        (TrainingStopped("step 3: found loss nan"), 1, "error: step 3: found loss nan"),
+    ],
+)
+def test_how_training_ended_is_the_exit_code(
+    train, p_eagle, monkeypatch, capsys, result, code, message
+):
+    def ended(self, progress):
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    monkeypatch.setattr("peagle_jax.training.run.Run.train", ended)
+    assert train(p_eagle, config=False) == code
+    assert message in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_a_loss_that_is_not_finite_exits_1(train, tmp_path, capsys):

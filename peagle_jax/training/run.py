@@ -26,7 +26,7 @@ from peagle_jax import batching, sharding
 from peagle_jax.config import DrafterConfig, ModelConfig, SamplingParams
 from peagle_jax.convert.checkpoint import load_drafter, load_target
 from peagle_jax.convert.in_memory import write_drafter
-from peagle_jax.convert.opening import open_config
+from peagle_jax.convert.opening import open_checkpoint, open_config
 from peagle_jax.convert.sources import RUN_CONFIG
 from peagle_jax.errors import InputError
 from peagle_jax.files import replace_file
@@ -146,6 +146,8 @@ def open_run(config: TrainConfig, folder: Path, prompts: Sequence[Prompt] = ()) 
     Raises InputError naming the file, the key, what was found and what was expected; also
     where the configuration is not the run's, see `train_config.check_same_run`.
     """
+    if jax.process_count() > 1:
+        raise InputError(f"train: found {jax.process_count()} processes, expected one")
     folder = folder.expanduser().absolute()
     saved = _saved_config(folder)
     if saved is not None:
@@ -165,14 +167,13 @@ def open_run(config: TrainConfig, folder: Path, prompts: Sequence[Prompt] = ()) 
     limits = [SamplingParams(max_new_tokens=config.eval.max_new_tokens)] * len(chosen)
     batching.make_requests(tokenizer, target, chosen, limits)  # raises on prompts that do not fit
     mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp)
-    folder.mkdir(parents=True, exist_ok=True)
+    resolve = _Resolver(config, target, tokenizer, data)
+    drafter = resolve.drafter(folder if saved is not None else None)
+    config = resolve.config(drafter)
+    if saved is not None:
+        train_config.check_same_run(saved, config, folder / CONFIG)
+    make_objective(config, drafter, target)  # raises on options that do not go together
     with _locked(folder):
-        resolve = _Resolver(config, target, tokenizer, data)
-        drafter = resolve.drafter(folder if saved is not None else None)
-        config = resolve.config(drafter)
-        if saved is not None:
-            train_config.check_same_run(saved, config, folder / CONFIG)
-        objective = make_objective(config, drafter, target)
         target, target_params = load_target(
             config.model, config.train.dtype, _target_shardings(target, mesh)
         )
@@ -228,18 +229,22 @@ class _Resolver:
         self._tokenizer = tokenizer
         self._data = data
         self._previous: Params | None = None
+        self._ids: np.ndarray | None = None
 
     def drafter(self, begun: Path | None) -> DrafterConfig:
         """The drafter's configuration: the one the run began with, one to go on from, or new."""
         section, target = self._config.drafter, self._target
         if begun is not None:
-            return load_drafter(begun / INITIAL, target, "float32")[0]
+            found = open_checkpoint(begun / INITIAL, "drafter", target).config
+            assert isinstance(found, DrafterConfig)
+            return found
         if initial.is_path(section.init):
             found, self._previous = initial.load_previous(section.init, section, target)
         else:
             if section.init == initial.RANDOM and self._config.train.head == "frozen":
                 raise InputError("train.head: found frozen, expected all with a random init")
             found = initial.new_drafter_config(section, target, self._mask_token_id())
+            self._ids = self._draft_to_target(found)
         if found.mask_token_id is not None:
             check_mask_token_id(found.mask_token_id, *self._text())
         return found
@@ -267,22 +272,24 @@ class _Resolver:
         """The parameters that the run begins with, float32."""
         if self._previous is not None:
             return self._previous
-        ids = None
-        if drafter.draft_vocab_size < drafter.vocab_size:
-            ids = draft_vocabulary(
-                total_answer_counts(self._data.surveys),
-                drafter.draft_vocab_size,
-                self._target.eos_token_ids,
-                () if drafter.mask_token_id is None else (drafter.mask_token_id,),
-            ).draft_to_target
         return initial.new_params(
             drafter,
             self._target,
             target_params,
-            ids,
+            self._ids,
             self._config.drafter.init,
             self._config.train.seed,
         )
+
+    def _draft_to_target(self, drafter: DrafterConfig) -> np.ndarray | None:
+        if drafter.draft_vocab_size == drafter.vocab_size:
+            return None
+        return draft_vocabulary(
+            total_answer_counts(self._data.surveys),
+            drafter.draft_vocab_size,
+            self._target.eos_token_ids,
+            () if drafter.mask_token_id is None else (drafter.mask_token_id,),
+        ).draft_to_target
 
     def _mask_token_id(self) -> int | None:
         section = self._config.drafter
@@ -315,6 +322,8 @@ _LOCK = ".lock"
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
+    """Makes the folder, and keeps other processes from training in it."""
+    folder.mkdir(parents=True, exist_ok=True)
     with (folder / _LOCK).open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
