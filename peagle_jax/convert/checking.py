@@ -83,7 +83,7 @@ def check(
         header = differences.header_of(reader) if reader is not None else names
         found += differences.compare(release, header) if header is not None else []
         facts += _release_facts(release)
-    subject = reader if reader is not None else _described(release)
+    subject = reader if reader is not None else _described(release, config)
     if subject is not None:
         problems, more = _would_load(subject, release, target_config)
     else:
@@ -162,9 +162,11 @@ def _index_names(place: Path | None) -> dict[str, TensorSpec] | None:
     return dict.fromkeys(weight_map, TensorSpec(None, ""))
 
 
-def _described(release: Release | None) -> Reader | None:
+def _described(release: Release | None, config: dict[str, Any] | None) -> Reader | None:
+    """What a release would hold, with the sizes of `config` where there is one."""
     if release is None:
         return None
+    release = release.scaled(**(config or {}))
     path = Path(release.repository) / "model.safetensors"
     return DescribedReader(path, dict(release.config), release.tensors())
 

@@ -203,6 +203,16 @@ def test_config_alone(tmp_path: Path) -> None:
     assert "found 'Unheard'" in problem
 
 
+def test_config_of_a_release_alone(small: Release, tmp_path: Path) -> None:
+    """Its own widths count, where the manifest's are guesses."""
+    folder = tmp_path / "gpt-oss-20b-p-eagle"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**small.config, "intermediate_size": 28}))
+    report = check(folder, target=TARGET)
+    assert report.passed
+    assert [d.name for d in report.differences] == ["config.json: intermediate_size"]
+
+
 def test_nothing_to_check(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"found neither config\.json nor weights"):
         check(tmp_path)
