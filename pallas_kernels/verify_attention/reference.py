@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-MASKED = -1e30  # finite: a fully masked row would turn -inf into NaN
+from pallas_kernels.verify_attention.rows import MASKED, group_rows, ungroup_rows
 
 
 def verify_attention(
@@ -17,39 +17,74 @@ def verify_attention(
     *,
     window: int | None = None,
     sinks: Float[Array, "heads"] | None = None,
+    tree: Bool[Array, "batch rows rows"] | None = None,
 ) -> Float[Array, "batch rows heads dim"]:
     """See `pallas_kernels.verify_attention.verify_attention`."""
-    batch, rows, heads, dim = q.shape
+    batch, rows, heads, _ = q.shape
     kv_heads, capacity = keys.shape[1:3]
     group = heads // kv_heads
-    # All query heads of a group become rows of one matrix product per key head.
-    grouped = q.reshape(batch, rows, kv_heads, group, dim).transpose(0, 2, 3, 1, 4)
-    grouped = grouped.reshape(batch, kv_heads, group * rows, dim)
+    keys, values = keys.astype(q.dtype), values.astype(q.dtype)
     scores = jnp.einsum(
-        "bkrd,bksd->bkrs", grouped * dim**-0.5, keys, preferred_element_type=jnp.float32
+        "bkrd,bksd->bkrs", group_rows(q, kv_heads), keys, preferred_element_type=jnp.float32
     ).reshape(batch, kv_heads, group, rows, capacity)
-    visible = _visible(start, rows, capacity, window)
-    scores = jnp.where(visible[:, None, None], scores, MASKED)
+    seen = _visible(start, rows, capacity, window, tree)
+    scores = jnp.where(seen[:, None, None], scores, MASKED)
     if sinks is None:
         weights = jax.nn.softmax(scores, axis=-1)
     else:
         weights = _softmax_with_sink(scores, sinks.reshape(kv_heads, group, 1, 1))
     weights = weights.astype(values.dtype).reshape(batch, kv_heads, group * rows, capacity)
     out = jnp.einsum("bkrs,bksd->bkrd", weights, values, preferred_element_type=jnp.float32)
-    out = out.reshape(batch, kv_heads, group, rows, dim).transpose(0, 3, 1, 2, 4)
-    return out.reshape(batch, rows, heads, dim).astype(q.dtype)
+    return ungroup_rows(out, rows, heads).astype(q.dtype)
 
 
-def _visible(start: Array, rows: int, capacity: int, window: int | None) -> Array:
+def verify_attention_paged(
+    q: Float[Array, "batch rows heads dim"],
+    key_pages: Float[Array, "pages kv_heads page_size dim"],
+    value_pages: Float[Array, "pages kv_heads page_size dim"],
+    page_table: Int[Array, "batch pages_per_sequence"],
+    start: Int[Array, "batch"],
+    *,
+    window: int | None = None,
+    sinks: Float[Array, "heads"] | None = None,
+    tree: Bool[Array, "batch rows rows"] | None = None,
+) -> Float[Array, "batch rows heads dim"]:
+    """See `pallas_kernels.verify_attention.verify_attention_paged`: gathers, then attends."""
+    keys, values = (_gather(pages, page_table) for pages in (key_pages, value_pages))
+    return verify_attention(q, keys, values, start, window=window, sinks=sinks, tree=tree)
+
+
+def _gather(pages: Array, page_table: Array) -> Array:
+    # Entries past a sequence's length may hold anything; their slots are masked later.
+    table = jnp.clip(page_table, 0, pages.shape[0] - 1)
+    batch, count = table.shape
+    _, kv_heads, page_size, dim = pages.shape
+    gathered = pages[table].swapaxes(1, 2)
+    return gathered.reshape(batch, kv_heads, count * page_size, dim)
+
+
+def _visible(
+    start: Array, rows: int, capacity: int, window: int | None, tree: Array | None
+) -> Array:
     """Whether row r sees slot s, `[batch, rows, capacity]`."""
     position = (start[:, None] + jnp.arange(rows))[:, :, None]
     slot = jnp.arange(capacity)
-    if window is None:
+    if window is None and tree is None:
         return slot <= position
-    # The newest position that slot s can hold; below 0 in a slot that is not written yet.
     last = start[:, None, None] + rows - 1
-    held = last - (last - slot) % capacity
-    return (held >= 0) & (held <= position) & (held > position - window)
+    # The newest position that slot s can hold; below 0 in a slot that is not written yet.
+    held = slot if window is None else last - (last - slot) % capacity
+    if tree is None:
+        assert window is not None
+        return (held >= 0) & (held <= position) & (held > position - window)
+    first = start[:, None, None]
+    depth = jnp.sum(tree, axis=-1, dtype=start.dtype)[..., None] - 1
+    old = (held >= 0) & (held < first)
+    if window is not None:
+        old &= held > first + depth - window
+    new = jnp.broadcast_to(held - first, (start.shape[0], rows, capacity))
+    among_new = jnp.take_along_axis(tree, jnp.clip(new, 0, rows - 1), axis=-1)
+    return old | ((new >= 0) & (new < rows) & among_new)
 
 
 def _softmax_with_sink(scores: Array, sink: Array) -> Array:

@@ -1,0 +1,143 @@
+"""The kernels at the sizes that count: shapes, and the bytes and operations that nothing can save.
+
+Read by check_tpu.py and check_gpu.py. A floor counts each byte of the live cache or of the
+weights once, and nothing in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.cache_write import write_cache, write_cache_paged
+from pallas_kernels.verify_attention import verify_attention, verify_attention_paged
+
+Shapes = Mapping[str, jax.ShapeDtypeStruct]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A kernel's public function at one size.
+
+    Attributes:
+      kernel, name: what is called, and the size in words.
+      function: takes `shapes` and `static` by keyword, and `implementation`.
+      moved: bytes that must cross HBM.
+      flops: operations that must be done.
+      donated: the shapes that the result takes the place of.
+      bound: most bytes over `moved` that pass, None where no bound is set.
+    """
+
+    kernel: str
+    name: str
+    function: Callable[..., Any]
+    shapes: Shapes
+    moved: int
+    flops: int
+    static: Mapping[str, Any] = field(default_factory=dict)
+    donated: tuple[str, ...] = ()
+    bound: float | None = None
+
+    @property
+    def title(self) -> str:
+        """Kernel and size."""
+        return f"{self.kernel} {self.name}"
+
+
+def nbytes(shape: jax.ShapeDtypeStruct) -> int:
+    """Bytes of an array, without padding."""
+    return shape.size * shape.dtype.itemsize
+
+
+def attention(
+    name: str,
+    batch: int,
+    rows: int,
+    context: int,
+    heads: int = 32,
+    kv_heads: int = 8,
+    dim: int = 128,
+    *,
+    page: int | None = None,
+    window: int | None = None,
+    capacity: int | None = None,
+    sinks: bool = False,
+    tree: bool = False,
+    dtype: Any = jnp.bfloat16,
+    cache_dtype: Any = None,
+) -> Workload:
+    """Verification attention over `context` live slots a sequence, heads as in Llama 3 8B."""
+    capacity = context if capacity is None else capacity
+    held = dtype if cache_dtype is None else cache_dtype
+    spec = jax.ShapeDtypeStruct
+    shapes = {
+        "q": spec((batch, rows, heads, dim), dtype),
+        "start": spec((batch,), jnp.int32),
+    }
+    names, shape = ("keys", "values"), (batch, kv_heads, capacity, dim)
+    function: Any = verify_attention
+    if page is not None:
+        names, function = ("key_pages", "value_pages"), verify_attention_paged
+        shape = (batch * capacity // page, kv_heads, page, dim)
+        shapes["page_table"] = spec((batch, capacity // page), jnp.int32)
+    shapes |= {cache: spec(shape, held) for cache in names}
+    if sinks:
+        shapes["sinks"] = spec((heads,), jnp.float32)
+    if tree:
+        shapes["tree"] = spec((batch, rows, rows), jnp.bool_)
+    live = 2 * batch * kv_heads * context * dim * jnp.dtype(held).itemsize
+    return Workload(
+        "verify_attention",
+        name,
+        function,
+        shapes,
+        live + 2 * nbytes(shapes["q"]),
+        4 * batch * heads * rows * context * dim,
+        {} if window is None else {"window": window},
+        bound=1.15,
+    )
+
+
+def write(
+    name: str, batch: int, rows: int, capacity: int, dim: int = 128, *, page: int | None = None
+) -> Workload:
+    """Cache writes of `rows` new rows a sequence."""
+    kv_heads, spec = 8, jax.ShapeDtypeStruct
+    new = spec((batch, rows, kv_heads, dim), jnp.bfloat16)
+    shapes = {"new_keys": new, "new_values": new, "start": spec((batch,), jnp.int32)}
+    names, shape = ("keys", "values"), (batch, kv_heads, capacity, dim)
+    function: Any = write_cache
+    if page is not None:
+        names, function = ("key_pages", "value_pages"), write_cache_paged
+        shape = (batch * capacity // page, kv_heads, page, dim)
+        shapes["page_table"] = spec((batch, capacity // page), jnp.int32)
+    shapes |= {cache: spec(shape, jnp.bfloat16) for cache in names}
+    return Workload("cache_write", name, function, shapes, 4 * nbytes(new), 0, donated=names)
+
+
+WORKLOADS: tuple[Workload, ...] = (
+    attention("decode b1 8k", 1, 1, 8192),
+    attention("verify b1 1k", 1, 8, 1024),
+    attention("verify b1 8k", 1, 8, 8192),
+    attention("verify b8 8k", 8, 8, 8192),
+    attention("verify b32 1k", 32, 8, 1024),
+    attention("verify b1 32k", 1, 8, 32768),
+    attention("verify b8 8k d64", 8, 8, 8192, dim=64),
+    attention("verify b8 8k float32", 8, 8, 8192, dtype=jnp.float32),
+    attention("verify b8 8k fp8 cache", 8, 8, 8192, cache_dtype=jnp.float8_e4m3fn),
+    attention("draft b8 8k, 16 rows", 8, 16, 8192),
+    attention("tree b8 8k, 64 rows", 8, 64, 8192, tree=True),
+    attention(
+        "ring b8, window 128, sinks", 8, 8, 128, 64, 8, 64, capacity=256, window=128, sinks=True
+    ),
+    attention("paged b8 8k, pages of 16", 8, 8, 8192, page=16),
+    attention("paged b8 8k d64, pages of 128", 8, 8, 8192, dim=64, page=128),
+    write("b8 8k", 8, 8, 8192),
+    write("b8 8k d64", 8, 8, 8192, 64),
+    write("paged b8 8k, pages of 16", 8, 8, 8192, page=16),
+    write("paged b8 8k d64, pages of 128", 8, 8, 8192, 64, page=128),
+)
