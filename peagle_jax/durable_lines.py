@@ -15,30 +15,45 @@ from peagle_jax.files import sync_folder
 class DurableLines:
     """Adds lines to a file that one process at a time can write to.
 
-    Opening makes the file or goes on with one that is there: whatever is not a whole line
-    at its end is what a stopped process left, and is cut off.
+    Opening makes the file, or locks one that is there and leaves it as it is. `recover` comes
+    next: whatever is not a whole line at the end is what a stopped process left, and is cut
+    off. Then lines can be added.
 
     Attributes:
         path: the file.
+        size: bytes in it.
     """
 
-    def __init__(self, path: Path, read: Callable[[bytes, str], None]) -> None:
-        """Opens the file and hands every whole line, its end included, to `read`.
-
-        `read` is also given "path:line", and refuses a line by raising InputError; then
-        nothing is changed. Raises InputError where another process has the file open for
-        writing, OSError where it cannot be opened.
-        """
+    def __init__(self, path: Path) -> None:
+        """Raises InputError where another process has the file open for writing, OSError
+        where it cannot be opened."""
         self.path = path
         self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         self._close = weakref.finalize(self, os.close, self._handle)
         try:
             self._lock()
-            self._size = self._recover(read)
+            self.size = os.fstat(self._handle).st_size
             sync_folder(path.parent)
         except BaseException:
             self.close()
             raise
+
+    def recover(self, read: Callable[[bytes, str], None]) -> None:
+        """Hands every whole line, its end included, to `read`, and cuts off a torn one.
+
+        `read` is also given "path:line", and refuses a line by raising InputError; then
+        the file stays as it is.
+        """
+        size = 0
+        with self.path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.endswith(b"\n"):
+                    os.ftruncate(self._handle, size)  # one call: the cut is whole or not made
+                    os.fsync(self._handle)
+                    break
+                read(line, f"{self.path}:{number}")
+                size += len(line)
+        self.size = size
 
     def append(self, lines: bytes) -> None:
         """Adds whole lines; when this returns they are on the disk.
@@ -51,9 +66,9 @@ class DurableLines:
                 rest = rest[os.write(self._handle, rest) :]
             os.fsync(self._handle)
         except OSError:
-            os.ftruncate(self._handle, self._size)
+            os.ftruncate(self._handle, self.size)
             raise
-        self._size += len(lines)
+        self.size += len(lines)
 
     def close(self) -> None:
         """Closes the file and lets others write to it."""
@@ -68,16 +83,3 @@ class DurableLines:
             ) from None
         except OSError:
             return  # some network file systems have no locks; the file is then unguarded
-
-    def _recover(self, read: Callable[[bytes, str], None]) -> int:
-        """Reads the lines that are there and cuts off a torn one; the size that is left."""
-        size = 0
-        with self.path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if not line.endswith(b"\n"):
-                    os.ftruncate(self._handle, size)  # one call: the cut is whole or not made
-                    os.fsync(self._handle)
-                    break
-                read(line, f"{self.path}:{number}")
-                size += len(line)
-        return size

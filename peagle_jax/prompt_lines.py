@@ -15,13 +15,13 @@ JsonPrompt = str | list[dict[str, str]] | list[int]
 def parse_line(line: str | bytes, where: str) -> Any:
     """The JSON value of a line. Raises InputError that begins with `where`."""
     try:
-        return json.loads(line)
+        return json.loads(line if isinstance(line, str) else line.decode())
     except json.JSONDecodeError as error:
         raise InputError(f"{where}: found invalid JSON ({error.msg})") from None
     except UnicodeDecodeError as error:
         raise InputError(f"{where}: found bytes that are not UTF-8 ({error.reason})") from None
-    except RecursionError:
-        raise InputError(f"{where}: found JSON nested too deep") from None
+    except (ValueError, RecursionError) as error:  # an integer of too many digits; too deep
+        raise InputError(f"{where}: found invalid JSON ({error})") from None
 
 
 def find_prompt(value: Any, where: str) -> JsonPrompt:

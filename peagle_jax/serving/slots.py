@@ -121,8 +121,8 @@ class Slots:
         for group in self._groups:
             group.check()
         for slot, tracked in enumerate(self._held):
-            group, row = divmod(slot, self._shape.slots_a_group)
+            index, row = divmod(slot, self._shape.slots_a_group)
             if tracked is None:
-                assert self._groups[group].count(row) == 0, f"slot {slot} holds pages of nobody"
+                assert self._groups[index].count(row) == 0, f"slot {slot} holds pages of nobody"
             else:
                 assert tracked.slot == slot, f"slot {slot} and its sequence disagree"

@@ -169,12 +169,17 @@ class AnswersWriter:
 
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._open_meta(meta)
-            self._lines = DurableLines(self.path, read)
+            self._lines = DurableLines(self.path)
         except OSError as error:
             raise InputError(
                 f"{self._folder}: found {one_line(error)}, expected a folder that can be written"
             ) from None
+        try:
+            self._open_meta(meta)
+            self._lines.recover(read)
+        except BaseException:
+            self.close()
+            raise
 
     def append(self, answers: Sequence[Answer]) -> None:
         """Adds a batch; when this returns it is on the disk.
@@ -217,7 +222,7 @@ class AnswersWriter:
                     f"{path}: {key}: found {left}, expected {right}; other answers need another "
                     "folder"
                 )
-        elif self.path.exists():
+        elif self._lines.size:
             raise InputError(
                 f"{path}: found none beside {ANSWERS}, expected it to say what they are"
             )

@@ -11,6 +11,7 @@ import collections
 import dataclasses
 import zlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -71,7 +72,7 @@ class FakeEngine:
 
     def __init__(self, shape: EngineShape) -> None:
         self.shape = shape
-        self.log: list[tuple] = []
+        self.log: list[tuple[Any, ...]] = []
         self._queue: collections.deque[tuple[int, Callable[[], None]]] = collections.deque()
         self._calls = 0
         self._results: dict[int, StepResults] = {}
@@ -85,18 +86,32 @@ class FakeEngine:
     def prefill(self, chunks: Sequence[PrefillChunk]) -> None:
         self.log.append(("prefill", *((c.slot, c.start, len(c.tokens)) for c in chunks)))
         assert len({chunk.slot for chunk in chunks}) == len(chunks) > 0
-        self._enqueue(lambda: [self._prefill(chunk) for chunk in chunks])
+
+        def run() -> None:
+            for chunk in chunks:
+                self._prefill(chunk)
+
+        self._enqueue(run)
 
     def insert(self, insertions: Sequence[Insertion]) -> None:
         self.log.append(("insert", *(one.slot for one in insertions)))
-        self._enqueue(lambda: [self._insert(one) for one in insertions])
+
+        def run() -> None:
+            for one in insertions:
+                self._insert(one)
+
+        self._enqueue(run)
 
     def step(self, num_steps: int, tables: np.ndarray) -> int:
         assert tables.shape == (self.shape.num_slots, self.shape.pages_a_slot)
         assert tables.dtype == np.int32
         call = self._calls
         self.log.append(("step", call))
-        return self._enqueue(lambda: self._results.__setitem__(call, self._step(num_steps, tables)))
+
+        def run() -> None:
+            self._results[call] = self._step(num_steps, tables)
+
+        return self._enqueue(run)
 
     def fetch(self, pending: int) -> StepResults:
         self.log.append(("fetch", pending))
@@ -106,15 +121,20 @@ class FakeEngine:
 
     def free(self, slots: Sequence[int]) -> None:
         self.log.append(("free", *slots))
-        self._enqueue(lambda: [self._slots.__setitem__(slot, Slot()) for slot in slots])
+
+        def run() -> None:
+            for slot in slots:
+                self._slots[slot] = Slot()
+
+        self._enqueue(run)
 
     def settle(self) -> None:
         """Runs what is queued."""
         while self._queue:
             self._queue.popleft()[1]()
 
-    def _enqueue(self, run: Callable[[], object]) -> int:
-        self._queue.append((self._calls, lambda: (run(), None)[1]))
+    def _enqueue(self, run: Callable[[], None]) -> int:
+        self._queue.append((self._calls, run))
         self._calls += 1
         return self._calls - 1
 
@@ -208,7 +228,7 @@ class FakeEngine:
             assert self._drafter[self._own_cell(index, pages, at)] == index, "scratch is shared"
         stood = accepted_drafts(slot.length, slot.seed, k)
         context = [*self._context(index, pages, n), slot.last]
-        new = []
+        new: list[int] = []
         for _ in range(stood + 1):
             new.append(target([*context, *new], slot.seed))
         written = [slot.last, *new[:stood], *[GARBAGE] * (k - stood)]
