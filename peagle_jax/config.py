@@ -11,7 +11,8 @@ from typing import Literal
 
 from peagle_jax.errors import InputError
 
-RopeKind = Literal["default", "linear", "llama3"]
+RopeKind = Literal["default", "linear", "llama3", "yarn"]
+RouterScores = Literal["softmax_top_k", "top_k_softmax"]
 Method = Literal["p-eagle", "eagle3", "none"]
 DraftSampling = Literal["greedy", "sample"]
 Verification = Literal["coupled", "rejection"]
@@ -25,7 +26,10 @@ class RopeConfig:
     """Rotary position embedding (RoFormer, arXiv 2104.09864) and its context extensions.
 
     `kind` names the frequency rule as Hugging Face's `rope_type` does. The fields
-    below `theta` matter to the rules that use them; the others ignore them.
+    below `theta` matter to the rules that use them; the others ignore them. The last
+    four are YaRN's (arXiv 2309.00071): `beta_fast` and `beta_slow` rotations over the
+    original context bound the blend, `truncate` rounds these bounds to whole
+    dimensions, and `attention_factor` scales cosines and sines.
     """
 
     theta: float = 10_000.0
@@ -34,6 +38,51 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_positions: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class GateConfig:
+    """The gate of a feed-forward: g * sigmoid(alpha * g) * (u + up_offset).
+
+    The defaults are SwiGLU (arXiv 2002.05202). `limit` bounds g from above and u from
+    both sides first. gpt-oss has alpha 1.702, limit 7 and offset 1.
+    """
+
+    alpha: float = 1.0
+    limit: float | None = None
+    up_offset: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class MoEConfig:
+    """A feed-forward of `num_experts`, of which each token takes `experts_per_token`.
+
+    `scores` says how the chosen ones are weighted: "softmax_top_k" is a softmax over all
+    experts of which the chosen values are kept (and made to sum to 1 by `normalize`);
+    "top_k_softmax" is a softmax over the chosen ones alone.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    scores: RouterScores = "softmax_top_k"
+    normalize: bool = False
+    router_bias: bool = False
+    expert_bias: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("num_experts", "intermediate_size"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name}: found {getattr(self, name)}, expected 1 or more")
+        if not 1 <= self.experts_per_token <= self.num_experts:
+            raise InputError(
+                f"experts_per_token: found {self.experts_per_token}, expected 1 to "
+                f"{self.num_experts}, the number of experts"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +91,10 @@ class BlockConfig:
 
     Sizes are element counts. `windows[i]` is layer i's sliding window in tokens
     (a query sees itself and the `window - 1` positions before it), None = full
-    attention; an empty tuple means full attention everywhere.
+    attention; an empty tuple means full attention everywhere. `sinks`: every query
+    head has one more score, learned, that takes its share of the softmax and adds no
+    value. `moe`: the feed-forward is a choice of experts in every layer but
+    `dense_layers`.
     """
 
     hidden_size: int
@@ -58,6 +110,10 @@ class BlockConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     windows: tuple[int | None, ...] = ()
+    sinks: bool = False
+    gate: GateConfig = GateConfig()
+    moe: MoEConfig | None = None
+    dense_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
@@ -75,10 +131,22 @@ class BlockConfig:
                 f"windows: found {len(self.windows)} entries, expected {self.num_layers}, "
                 "one a layer"
             )
+        if any(window is not None and window < 1 for window in self.windows):
+            raise InputError(f"windows: found {list(self.windows)}, expected 1 or more, or None")
+        known = set(range(self.num_layers)) if self.moe else set()
+        if not set(self.dense_layers) <= known:
+            raise InputError(
+                f"dense_layers: found {list(self.dense_layers)}, expected layers among the "
+                f"{len(known)} that could have experts"
+            )
 
     def window(self, layer: int) -> int | None:
         """Sliding window of `layer` in tokens, None = full attention."""
         return self.windows[layer] if self.windows else None
+
+    def experts(self, layer: int) -> MoEConfig | None:
+        """The experts of `layer`, None = a plain feed-forward."""
+        return None if layer in self.dense_layers else self.moe
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,6 +199,8 @@ class DrafterConfig:
     trained_num_draft_tokens: int | None = None
 
     def __post_init__(self) -> None:
+        if self.block.moe is not None or self.block.sinks:
+            raise InputError("drafter: found experts or attention sinks, expected neither")
         if self.norm_before_fc and self.fc_norm:
             raise InputError("norm_before_fc and fc_norm: found both true, expected at most one")
         if self.parallel and self.mask_token_id is None:

@@ -16,6 +16,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from peagle_jax.errors import InputError
 
 DATA, FSDP = "data", "fsdp"
+# Axes that split single layers: each expert over `model`, a layer's experts over `expert`.
+MODEL, EXPERT = "model", "expert"
 # The rows of a batch are split over both axes.
 BATCH = PartitionSpec((DATA, FSDP))
 
@@ -23,7 +25,14 @@ Rules = Mapping[str, str | None]
 
 # Fully sharded data parallelism (ZeRO, arXiv 1910.02054): every matrix is cut along its model
 # width, which all of them have; vectors are whole on each device.
-FSDP_RULES: Rules = {"embed": FSDP, "vocab": None, "heads": None, "kv_heads": None, "mlp": None}
+FSDP_RULES: Rules = {
+    "embed": FSDP,
+    "vocab": None,
+    "heads": None,
+    "kv_heads": None,
+    "mlp": None,
+    "experts": None,
+}
 
 
 def make_mesh(data: int | None = None, fsdp: int = 1, devices: Sequence[Any] | None = None) -> Mesh:

@@ -104,7 +104,8 @@ def prefill(
         start = jnp.full((batch,), begin, jnp.int32)
         tokens = jax.lax.dynamic_slice_in_dim(prompts, begin, chunk, axis=1)
         after = jax.lax.dynamic_slice_in_dim(following, begin, chunk, axis=1)
-        out, draft_cache = speculator.prefill_chunk(params, state, tokens, after, start)
+        counts = jnp.clip(prompt_lengths - begin, 0, chunk)
+        out, draft_cache = speculator.prefill_chunk(params, state, tokens, after, start, counts)
         at = prompt_lengths - 1 - begin
         here = ((at >= 0) & (at < chunk))[:, None]
         row = jnp.clip(at, 0, chunk - 1)[:, None, None]

@@ -105,19 +105,23 @@ class Speculator:
         return -(-needed // 64) * 64
 
     def init_state(self, batch: int, prompt_size: int, max_new_tokens: int) -> DecodeState:
-        """Empty caches and counters for `batch` sequences."""
+        """Empty caches and counters for `batch` sequences.
+
+        The caches' spans: from a step's first position a verification writes K+1 positions
+        and a draft up to 2K, of which the next step may begin at any but the first.
+        """
         capacity = self.required_capacity(prompt_size, max_new_tokens)
         k, dtype = self.num_draft_tokens, jnp.dtype(self.dtype)
         width = self.drafter.feature_size if self.drafts and self.drafter else 0
         draft_cache = None
         if self.drafts and self.drafter:
-            draft_cache = KVCache.init(self.drafter.block, batch, capacity, dtype)
+            draft_cache = KVCache.init(self.drafter.block, batch, capacity, dtype, span=2 * k)
 
         def zeros(*shape: int, dtype: Any = jnp.int32) -> Array:
             return jnp.zeros((batch, *shape), dtype)
 
         return DecodeState(
-            target_cache=KVCache.init(self.target.block, batch, capacity, dtype),
+            target_cache=KVCache.init(self.target.block, batch, capacity, dtype, span=k + 1),
             draft_cache=draft_cache,
             length=zeros(),
             last_token=zeros(),
@@ -409,16 +413,24 @@ class Speculator:
         tokens: Int[Array, "batch rows"],
         following: Int[Array, "batch rows"],
         start: Int[Array, "batch"],
+        counts: Int[Array, "batch"],
     ) -> tuple[DecoderOutput, KVCache | None]:
-        """A piece of the prompts through both networks; `following` is the token after each."""
+        """A piece of the prompts through both networks; `following` is the token after each,
+        `counts` how many rows of a sequence its prompt has here."""
         out = self._decoder().apply(
-            {"params": params["target"]}, tokens, start, state.target_cache, self.aux_layer_ids
+            {"params": params["target"]},
+            tokens,
+            start,
+            state.target_cache,
+            self.aux_layer_ids,
+            counts,
         )
         if not self.drafts:
             return out, None
         apply = self._drafter(params)
         features = apply(out.features, method="project")
-        _, draft_cache = apply(self._embed(params, following), features, start, state.draft_cache)
+        embeddings = self._embed(params, following)
+        _, draft_cache = apply(embeddings, features, start, state.draft_cache, counts)
         return out, draft_cache
 
     # --- networks -----------------------------------------------------------------

@@ -11,16 +11,18 @@ from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.verify_attention import verify_attention
 from peagle_jax.config import BlockConfig
 from peagle_jax.models.cache import LayerCache
-from peagle_jax.models.layers import Linear, RMSNorm, rotate
+from peagle_jax.models.layers import Linear, RMSNorm, declare, normal_init, rotate
 
-# (q [batch, rows, heads, dim], k, v [batch, rows, kv_heads, dim]) ->
+# (q [batch, rows, heads, dim], k, v [batch, rows, kv_heads, dim], in networks with attention
+# sinks also these, [heads]) ->
 # (output [batch, rows, heads, dim], whatever this layer carries on, such as its cache)
-Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
+Attend = Callable[..., tuple[Array, Any]]
 
 
 class Attention(nn.Module):
@@ -56,7 +58,11 @@ class Attention(nn.Module):
         if c.qk_norm:
             q = RMSNorm(c.head_dim, c.rms_norm_eps, self.dtype, name="q_norm")(q)
             k = RMSNorm(c.head_dim, c.rms_norm_eps, self.dtype, name="k_norm")(k)
-        out, carried = attend(rotate(q, *rope), rotate(k, *rope), v)
+        sinks: tuple[Array, ...] = ()
+        if c.sinks:
+            shape = (c.num_heads,)
+            sinks = (declare(self, "sinks", shape, ("heads",), normal_init, self.dtype),)
+        out, carried = attend(rotate(q, *rope), rotate(k, *rope), v, *sinks)
         out = out.reshape(*x.shape[:2], c.num_heads * c.head_dim)
         size = c.num_heads * c.head_dim
         o_proj = Linear(
@@ -65,12 +71,30 @@ class Attention(nn.Module):
         return o_proj(out), carried
 
 
-def attend_cached(cache: LayerCache, start: Int[Array, "batch"], window: int | None) -> Attend:
-    """Attention of new rows at positions `start ..` over the cache they are written to."""
+def attend_cached(
+    cache: LayerCache,
+    start: Int[Array, "batch"],
+    window: int | None,
+    counts: Int[Array, "batch"] | None = None,
+) -> Attend:
+    """Attention of new rows at positions `start ..` over the cache they are written to.
 
-    def attend(q: Array, k: Array, v: Array) -> tuple[Array, LayerCache]:
-        written = cache.write(start, k, v)
-        out = verify_attention(q, written.keys, written.values, start, window=window)
+    `counts`: how many of a sequence's rows are real, the rest being padding; None = all. In
+    a ring padding must not be written, and a call of more rows than its slots allow attends
+    to the window before it and to its own rows.
+    """
+
+    def attend(
+        q: Array, k: Array, v: Array, sinks: Array | None = None
+    ) -> tuple[Array, LayerCache]:
+        rows = q.shape[1]
+        if cache.ring and window and (counts is not None or window - 1 + rows > cache.capacity):
+            real = jnp.full_like(start, rows) if counts is None else counts
+            written = cache.write_some(start, real, k, v)
+            seen = cache.beside(start, window, k, v)
+        else:
+            seen = written = cache.write(start, k, v)
+        out = verify_attention(q, seen.keys, seen.values, start, window=window, sinks=sinks)
         return out, written
 
     return attend

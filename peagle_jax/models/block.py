@@ -1,4 +1,4 @@
-"""One pre-norm decoder layer: attention and gated MLP around a residual stream."""
+"""One pre-norm decoder layer: attention and a feed-forward around a residual stream."""
 
 from __future__ import annotations
 
@@ -7,25 +7,31 @@ from typing import Any
 import flax.linen as nn
 from jaxtyping import Array, Float
 
-from peagle_jax.config import BlockConfig
+from peagle_jax.config import BlockConfig, MoEConfig
 from peagle_jax.models.attention import Attend, Attention
 from peagle_jax.models.layers import GatedMLP, RMSNorm
+from peagle_jax.models.moe import MoE
 
 Rope = tuple[Float[Array, "batch rows half"], Float[Array, "batch rows half"]]
 
 
 class Block(nn.Module):
-    """A Llama or Qwen3 layer, as `config` says."""
+    """A layer of any family, as `config` says; `experts` = None is a plain feed-forward."""
 
     config: BlockConfig
     dtype: Any
+    experts: MoEConfig | None = None
 
     def setup(self) -> None:
         c = self.config
         self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps, self.dtype)
         self.self_attn = Attention(c, c.hidden_size, self.dtype)
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps, self.dtype)
-        self.mlp = GatedMLP(c.hidden_size, c.intermediate_size, c.mlp_bias, self.dtype)
+        self.mlp = (
+            GatedMLP(c.hidden_size, c.intermediate_size, c.mlp_bias, c.gate, self.dtype)
+            if self.experts is None
+            else MoE(self.experts, c.hidden_size, c.gate, self.dtype)
+        )
 
     def __call__(
         self, x: Float[Array, "batch rows hidden"], rope: Rope, attend: Attend

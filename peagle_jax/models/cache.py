@@ -1,14 +1,20 @@
 """Key-value caches: frozen pytrees that a forward pass takes and returns.
 
-A slot's index is its token's position. Nothing is ever removed: rejected tokens
-are rolled back by the caller's length alone, their slots are overwritten by the
-tokens that take their positions, and until then no query attends to them, since
-a row at position p sees slots 0..p only and the rows of a call are written
-before they are read.
+A slot's index is its token's position; in a layer with a sliding window the slots may be a
+ring, where it is the position modulo the number of slots. Nothing is ever removed: rejected
+tokens are rolled back by the caller's length alone, their slots are overwritten by the tokens
+that take their positions, and until then no query attends to them.
+
+In a cache of all positions that is so because a row at position p sees slots 0 .. p only, and
+the rows of a call are written before they are read. In a ring a rejected token's slot also
+stood for the position one turn before. So a ring has `window - 1 + span` slots, where span
+bounds how far a write ever reached past the first position of any later call: what was
+overwritten lies before every window by then. Padding that reaches further is not written.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -18,6 +24,8 @@ from jaxtyping import Array, Float, Int
 
 from peagle_jax.config import BlockConfig
 
+_RING_TILE = 8  # a ring has a multiple of so many slots
+
 
 @struct.dataclass
 class LayerCache:
@@ -25,6 +33,12 @@ class LayerCache:
 
     keys: Float[Array, "batch kv_heads capacity dim"]
     values: Float[Array, "batch kv_heads capacity dim"]
+    ring: bool = struct.field(pytree_node=False, default=False)
+
+    @property
+    def capacity(self) -> int:
+        """Slots."""
+        return self.keys.shape[2]
 
     def write(
         self,
@@ -32,14 +46,65 @@ class LayerCache:
         keys: Float[Array, "batch rows kv_heads dim"],
         values: Float[Array, "batch rows kv_heads dim"],
     ) -> LayerCache:
-        """New rows of sequence b at slots `start[b] .. start[b] + rows - 1`.
+        """New rows of sequence b at positions `start[b] .. start[b] + rows - 1`.
 
-        The caller guarantees `start + rows <= capacity` (see `required_capacity`
-        in decoding/speculate.py): out of range, XLA would clip the index
+        The caller guarantees `start + rows <= capacity` where there is no ring (see
+        `required_capacity` in decoding/speculate.py): out of range, XLA would clip the index
         silently and overwrite valid slots.
         """
-        return LayerCache(
-            keys=_write_rows(self.keys, keys, start), values=_write_rows(self.values, values, start)
+        write = _write_ring if self.ring else _write_rows
+        return dataclasses.replace(
+            self, keys=write(self.keys, keys, start), values=write(self.values, values, start)
+        )
+
+    def write_some(
+        self,
+        start: Int[Array, "batch"],
+        counts: Int[Array, "batch"],
+        keys: Float[Array, "batch rows kv_heads dim"],
+        values: Float[Array, "batch rows kv_heads dim"],
+    ) -> LayerCache:
+        """Of a ring: only the first `counts[b]` of any number of new rows."""
+        slot = jnp.arange(self.capacity)
+        position = _held(slot, (start + counts - 1)[:, None], self.capacity)
+        new = position >= start[:, None]
+        source = jnp.where(new, self.capacity + position - start[:, None], slot)
+        return self._gather(source, keys, values)
+
+    def beside(
+        self,
+        start: Int[Array, "batch"],
+        window: int,
+        keys: Float[Array, "batch rows kv_heads dim"],
+        values: Float[Array, "batch rows kv_heads dim"],
+    ) -> LayerCache:
+        """Of a ring: the `window - 1` positions before any number of new rows, and these rows.
+
+        It is a ring of just so many slots: for one call to attend to.
+        """
+        size = window - 1 + keys.shape[1]
+        last = (start + keys.shape[1] - 1)[:, None]
+        position = _held(jnp.arange(size), last, size)
+        new = position >= start[:, None]
+        old = position % self.capacity
+        return self._gather(
+            jnp.where(new, self.capacity + position - start[:, None], old), keys, values
+        )
+
+    def _gather(
+        self,
+        source: Int[Array, "batch slots"],
+        keys: Float[Array, "batch rows kv_heads dim"],
+        values: Float[Array, "batch rows kv_heads dim"],
+    ) -> LayerCache:
+        """Slots taken from this cache's and the new rows, one after the other."""
+
+        def take(old: Array, new: Array) -> Array:
+            both = jnp.concatenate([old, jnp.swapaxes(new, 1, 2).astype(old.dtype)], axis=2)
+            return jnp.take_along_axis(both, source[:, None, :, None], axis=2)
+
+        return dataclasses.replace(
+            self, keys=take(self.keys, keys), values=take(self.values, values)
         )
 
 
@@ -51,20 +116,35 @@ class KVCache:
     layers: tuple[LayerCache, ...]
 
     @classmethod
-    def init(cls, config: BlockConfig, batch: int, capacity: int, dtype: Any) -> KVCache:
-        """Empty cache with room for `capacity` positions of `batch` sequences."""
-        shape = (batch, config.num_kv_heads, capacity, config.head_dim)
-        return cls(
-            layers=tuple(
-                LayerCache(keys=jnp.zeros(shape, dtype), values=jnp.zeros(shape, dtype))
-                for _ in range(config.num_layers)
-            )
-        )
+    def init(
+        cls, config: BlockConfig, batch: int, capacity: int, dtype: Any, span: int | None = None
+    ) -> KVCache:
+        """Empty cache with room for `capacity` positions of `batch` sequences.
+
+        Args:
+          span: makes rings of the layers with a window: no write that counts or could be
+            rolled back reaches more than this many positions past the first position of a
+            later call. None = every layer keeps all positions.
+        """
+        layers = []
+        for index in range(config.num_layers):
+            slots, window = capacity, config.window(index)
+            if span is not None and window is not None:
+                slots = min(slots, -(-(window - 1 + span) // _RING_TILE) * _RING_TILE)
+            shape = (batch, config.num_kv_heads, slots, config.head_dim)
+            keys, values = (jnp.zeros(shape, dtype) for _ in range(2))
+            layers.append(LayerCache(keys, values, ring=slots < capacity))
+        return cls(layers=tuple(layers))
 
     @property
     def capacity(self) -> int:
-        """Positions that fit."""
-        return self.layers[0].keys.shape[2]
+        """Positions that fit, in the layers that keep all of them."""
+        return max(layer.capacity for layer in self.layers)
+
+
+def _held(slot: Array, last: Array, capacity: int) -> Array:
+    """The newest position up to `last` that a ring's slot stands for; below 0 = none."""
+    return last - (last - slot) % capacity
 
 
 def _write_rows(
@@ -79,3 +159,38 @@ def _write_rows(
     return jax.vmap(lambda c, r, s: jax.lax.dynamic_update_slice(c, r, (0, s, 0)))(
         cache, rows, start
     )
+
+
+def _write_ring(
+    ring: Float[Array, "batch kv_heads capacity dim"],
+    rows: Float[Array, "batch rows kv_heads dim"],
+    start: Int[Array, "batch"],
+) -> Float[Array, "batch kv_heads capacity dim"]:
+    """Two slice updates: the rows up to the ring's end, and those that come round.
+
+    Both take whole blocks of `rows` slots, so that their sizes are static; where a block
+    holds no new row it writes back what was there.
+    """
+    count, capacity = rows.shape[1], ring.shape[2]
+    rows = jnp.swapaxes(rows, 1, 2).astype(ring.dtype)
+    slot = start % capacity
+    at = jnp.minimum(slot, capacity - count)
+    round_ = slot - at  # how many rows come round
+    index = jnp.arange(count)
+    turned = jnp.take_along_axis(
+        rows, ((index - round_[:, None]) % count)[:, None, :, None], axis=2
+    )
+    comes_round = (index < round_[:, None])[:, None, :, None]
+
+    def write(ring: Array, turned: Array, comes_round: Array, at: Array) -> Array:
+        shape = turned.shape
+        for begin, old in ((at, comes_round), (jnp.zeros_like(at), ~comes_round)):
+            place: list[Any] = [0] * (ring.ndim - 2) + [begin, 0]
+            there = jax.lax.dynamic_slice(ring, place, shape)
+            block = jnp.where(old, there, turned)
+            ring = jax.lax.dynamic_update_slice(ring, block, place)
+        return ring
+
+    if ring.shape[0] == 1:
+        return write(ring, turned, comes_round, at[0])
+    return jax.vmap(write)(ring, turned, comes_round, at)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -50,7 +51,7 @@ class Decoder(nn.Module):
         c = self.config
         block = c.block
         self.embed_tokens = Embed(c.vocab_size, block.hidden_size, self.dtype)
-        self.layers = [Block(block, self.dtype) for _ in range(block.num_layers)]
+        self.layers = [Block(block, self.dtype, block.experts(i)) for i in range(block.num_layers)]
         self.norm = RMSNorm(block.hidden_size, block.rms_norm_eps, self.dtype)
         if not c.tie_embeddings:
             self.lm_head = Linear(
@@ -63,15 +64,17 @@ class Decoder(nn.Module):
         start: Int[Array, "batch"],
         cache: KVCache,
         aux_layer_ids: tuple[int, ...] = (),
+        counts: Int[Array, "batch"] | None = None,
     ) -> DecoderOutput:
-        """Rows of sequence b stand at positions `start[b], start[b] + 1, ...`.
+        """Rows of sequence b stand at positions `start[b], start[b] + 1, ...`; the first
+        `counts[b]` are real (None = all), the rest padding.
 
         `aux_layer_ids`: the depths handed to a drafter; id l is the residual
         stream after l layers (0 = the embeddings).
         """
         positions = start[:, None] + jnp.arange(tokens.shape[1])
         attends = [
-            attend_cached(layer, start, self.config.block.window(index))
+            attend_cached(layer, start, self.config.block.window(index), counts)
             for index, layer in enumerate(cache.layers)
         ]
         hidden, features, written = self.run_layers(tokens, positions, attends, aux_layer_ids)
@@ -121,20 +124,35 @@ def init(config: ModelConfig, key: Array, dtype: Any = jnp.float32) -> dict[str,
 def abstract_params(config: ModelConfig, dtype: Any = jnp.float32) -> dict[str, Any]:
     """The parameters' shapes and dtypes: the same tree of `jax.ShapeDtypeStruct`.
 
-    Layers differ in nothing that has a shape, so one is traced for all of them: every
-    loading of a checkpoint waits for this.
+    Of each kind of layer one is traced: every loading of a checkpoint waits for this.
     """
-    block = dataclasses.replace(config.block, num_layers=1, windows=config.block.windows[:1])
-    one = dataclasses.replace(config, block=block)
-    params = jax.eval_shape(lambda: init(one, jax.random.key(0), dtype))
-    layers = range(config.block.num_layers)
-    return params | {f"layers_{i}": jax.tree.map(lambda x: x, params["layers_0"]) for i in layers}
+    return _of_all_layers(config, lambda few: init(few, jax.random.key(0), dtype))
 
 
 def logical_axes(config: ModelConfig) -> dict[str, Any]:
     """The same tree of `PartitionSpec`s over logical axis names."""
-    boxed = jax.eval_shape(lambda: _init_boxed(config, jax.random.key(0), jnp.float32))
+    boxed = _of_all_layers(config, lambda few: _init_boxed(few, jax.random.key(0), jnp.float32))
     return nn.get_partition_spec(boxed)
+
+
+def _of_all_layers(config: ModelConfig, init: Callable[[ModelConfig], Any]) -> dict[str, Any]:
+    """The abstract result of `init(config)`, traced for one layer of each kind.
+
+    Where layers differ in anything that has a shape, it is in their experts.
+    """
+    block = config.block
+    kinds = [block.experts(i) for i in range(block.num_layers)]
+    each = list(dict.fromkeys(kinds))
+    few = dataclasses.replace(
+        block,
+        num_layers=len(each),
+        windows=(),
+        dense_layers=(each.index(None),) if block.moe and None in each else (),
+    )
+    params = jax.eval_shape(lambda: init(dataclasses.replace(config, block=few)))
+    layers = [params.pop(f"layers_{i}") for i in range(len(each))]
+    copies = (jax.tree.map(lambda x: x, layers[each.index(kind)]) for kind in kinds)
+    return params | {f"layers_{i}": layer for i, layer in enumerate(copies)}
 
 
 def _init_boxed(config: ModelConfig, key: Array, dtype: Any) -> dict[str, Any]:

@@ -48,7 +48,7 @@ class FirstBlock(nn.Module):
         self.hidden_norm = RMSNorm(c.hidden_size, c.rms_norm_eps, self.dtype)
         self.self_attn = Attention(c, 2 * c.hidden_size, self.dtype)
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps, self.dtype)
-        self.mlp = GatedMLP(c.hidden_size, c.intermediate_size, c.mlp_bias, self.dtype)
+        self.mlp = GatedMLP(c.hidden_size, c.intermediate_size, c.mlp_bias, c.gate, self.dtype)
 
     def __call__(
         self,
@@ -137,15 +137,17 @@ class Drafter(nn.Module):
         features: Float[Array, "batch rows hidden"],
         start: Int[Array, "batch"],
         cache: KVCache,
+        counts: Int[Array, "batch"] | None = None,
     ) -> tuple[Float[Array, "batch rows hidden"], KVCache]:
-        """Rows at positions `start[b] ..`, `features` already projected.
+        """Rows at positions `start[b] ..`, `features` already projected; `counts` as in
+        `attend_cached`.
 
         Returns the residual stream before the final norm, and the cache.
         """
         positions = start[:, None] + jnp.arange(embeddings.shape[1])
         windows = [self.config.block.window(i) for i in range(len(self.layers))]
         attends = [
-            attend_cached(layer, start, window)
+            attend_cached(layer, start, window, counts)
             for layer, window in zip(cache.layers, windows, strict=True)
         ]
         stream, written = self.run_layers(embeddings, features, positions, attends)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from peagle_jax.config import RopeConfig
+from peagle_jax.config import GateConfig, RopeConfig
 
 INIT_STDDEV = 0.02
 # Rows that a matrix product handles at once at no extra cost.
@@ -127,12 +127,25 @@ class Embed(nn.Module):
         return self.embedding[tokens]
 
 
+def gated(
+    gate: Float[Array, "*rows wide"], up: Float[Array, "*rows wide"], config: GateConfig
+) -> Float[Array, "*rows wide"]:
+    """g * sigmoid(alpha * g) * (u + offset), bounded first where the config says so."""
+    if config.limit is not None:
+        gate = jnp.minimum(gate, config.limit)
+        up = jnp.clip(up, -config.limit, config.limit)
+    if config.up_offset:
+        up = up + config.up_offset
+    return gate * nn.sigmoid(config.alpha * gate) * up
+
+
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)), the Llama feed-forward (arXiv 2002.05202)."""
+    """down(gated(gate(x), up(x))), the feed-forward of Llama and its kin."""
 
     hidden_size: int
     intermediate_size: int
     use_bias: bool
+    gate: GateConfig
     dtype: Any
 
     @nn.compact
@@ -143,26 +156,44 @@ class GatedMLP(nn.Module):
         wide, narrow = self.intermediate_size, self.hidden_size
         gate = linear(wide, narrow, ("mlp", "embed"), "gate_proj")(x)
         up = linear(wide, narrow, ("mlp", "embed"), "up_proj")(x)
-        return linear(narrow, wide, ("embed", "mlp"), "down_proj")(nn.silu(gate) * up)
+        return linear(narrow, wide, ("embed", "mlp"), "down_proj")(gated(gate, up, self.gate))
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
     """Inverse frequencies in radians a position, float32 `[head_dim / 2]`.
 
-    `llama3` keeps short wavelengths, divides long ones by `factor` and blends
-    between (Llama 3.1's rule); `linear` divides all of them.
+    `linear` divides all of them by `factor`. `llama3` and `yarn` divide the slow ones, keep
+    the fast ones and blend between: by how often a dimension turns over the original
+    context in Llama 3.1's rule, by its index in YaRN's (arXiv 2309.00071).
     """
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     inverse = (np.float32(1.0) / np.power(np.float32(rope.theta), exponents)).astype(np.float32)
-    if rope.kind == "linear":
-        return inverse / np.float32(rope.factor)
+    if rope.kind == "default":
+        return inverse
     if rope.kind == "llama3":
-        wavelength = 2 * math.pi / inverse
-        rotations = rope.original_max_positions / wavelength
+        rotations = rope.original_max_positions * inverse / (2 * math.pi)
         span = rope.high_freq_factor - rope.low_freq_factor
         keep = np.clip((rotations - rope.low_freq_factor) / span, 0.0, 1.0)
-        return (keep * inverse + (1 - keep) * inverse / rope.factor).astype(np.float32)
-    return inverse
+    elif rope.kind == "yarn":
+        first, last = _yarn_bounds(rope, head_dim)
+        keep = 1 - np.clip((np.arange(head_dim // 2) - first) / (last - first), 0.0, 1.0)
+    else:
+        keep = np.zeros_like(inverse)
+    return (keep * inverse + (1 - keep) * inverse / rope.factor).astype(np.float32)
+
+
+def _yarn_bounds(rope: RopeConfig, head_dim: int) -> tuple[float, float]:
+    """The dimensions that turn `beta_fast` and `beta_slow` times over the original context."""
+
+    def dimension(rotations: float) -> float:
+        base = rope.original_max_positions / (rotations * 2 * math.pi)
+        return head_dim * math.log(base) / (2 * math.log(rope.theta))
+
+    first, last = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
+    return first, last + 0.001 if first == last else last
 
 
 def rope_tables(
@@ -173,7 +204,10 @@ def rope_tables(
     Computed from the positions themselves, so they go on past any table's end.
     """
     angles = positions[..., None].astype(jnp.float32) * rope_frequencies(rope, head_dim)
-    return jnp.cos(angles), jnp.sin(angles)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    if rope.attention_factor != 1.0:
+        cos, sin = cos * rope.attention_factor, sin * rope.attention_factor
+    return cos, sin
 
 
 def rotate(

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from peagle_jax.config import DrafterConfig, ModelConfig
+from peagle_jax.config import DrafterConfig, GateConfig, ModelConfig
 from peagle_jax.convert.checkpoint import load_drafter
 from peagle_jax.errors import InputError
 from peagle_jax.models import drafter as drafter_model
@@ -73,6 +73,10 @@ def new_drafter_config(
             mlp_bias=False,
             qk_norm=False,
             windows=() if section.window is None else (section.window,) * layers,
+            sinks=False,
+            gate=GateConfig(),
+            moe=None,
+            dense_layers=(),
         ),
         parallel=parallel,
         vocab_size=target.vocab_size,

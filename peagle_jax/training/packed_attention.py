@@ -36,7 +36,7 @@ def attend_packed(
     """
     depth = len(earlier)
 
-    def attend(q: Array, k: Array, v: Array) -> tuple[Array, KeyValue]:
+    def attend(q: Array, k: Array, v: Array, sinks: Array | None = None) -> tuple[Array, KeyValue]:
         (keys, values), *chain = (*earlier, (k, v))
         batch, length, heads, dim = q.shape
         kv_heads = k.shape[2]
@@ -46,6 +46,11 @@ def attend_packed(
             of_passes = [_scores(grouped, own) for own, _ in chain]
             seen = visible(0, depth, 0, np.arange(1, depth + 1), True, window)
             scores = jnp.where(seen, jnp.stack(of_passes, axis=-1), MASKED)
+        if sinks is not None:  # scores like those of the passes, with no value to add
+            of_head = sinks.astype(jnp.float32).reshape(grouped.shape[2:4])[..., None]
+            scores = jnp.concatenate(
+                [scores, jnp.broadcast_to(of_head, (*grouped.shape[:-1], 1))], axis=-1
+            )
         out, weights = attend_in_blocks(
             q,
             jnp.swapaxes(keys, 1, 2),

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from peagle_jax.config import MoEConfig
 from peagle_jax.models.cache import KVCache
 from peagle_jax.models.decoder import Decoder
 from peagle_jax.training.batch import PackedBatch
@@ -37,10 +38,17 @@ def make_batch(seed: int = 0) -> PackedBatch:
 
 
 @pytest.mark.parametrize(
-    ("windows", "aux"), [((), AUX), ((None, 5), AUX), ((3, 7), (1,)), ((), ())]
+    ("changes", "aux"),
+    [
+        ({}, AUX),
+        ({"windows": (None, 5)}, AUX),
+        ({"windows": (3, 7)}, (1,)),
+        ({}, ()),
+        ({"windows": (5, None), "sinks": True, "moe": MoEConfig(4, 2, 8)}, AUX),
+    ],
 )
-def test_every_document_is_as_if_alone(windows, aux):
-    config = target_config(block=dataclasses.replace(BLOCK, windows=windows))
+def test_every_document_is_as_if_alone(changes, aux):
+    config = target_config(block=dataclasses.replace(BLOCK, **changes))
     params = jax.device_put(target_params(config))
     batch = make_batch()
     view = jax.jit(lambda p, b: view_target(config, p, b, aux, jnp.float32))(params, batch)
