@@ -25,18 +25,20 @@ from pathlib import Path
 from typing import Any
 
 os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
+# Only the compiler is used: no device to be fought over by two processes.
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 os.environ.setdefault("TPU_STDERR_LOG_LEVEL", "3")
 os.environ.setdefault("TPU_MIN_LOG_LEVEL", "3")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import jax  # noqa: E402  # after the settings above
-from jax.experimental import topologies  # noqa: E402
-from jax.sharding import SingleDeviceSharding  # noqa: E402
-from kernel_workloads import WORKLOADS, Workload  # noqa: E402
+import jax  # after the settings above
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+from kernel_workloads import WORKLOADS, Workload
 
-from pallas_kernels.chips import CHIPS, Chip  # noqa: E402
-from pallas_kernels.target import Implementation, Target, compile_for  # noqa: E402
+from pallas_kernels.chips import CHIPS, Chip
+from pallas_kernels.target import Implementation, Target, compile_for
 
 TPUS = {chip.name: kind for kind, chip in CHIPS.items() if chip.topology}
 

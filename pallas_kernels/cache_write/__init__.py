@@ -76,7 +76,8 @@ def write_cache_paged(
     """`write_cache` into pages: position p of sequence b is slot `p % page_size` of page
     `page_table[b, p // page_size]`.
 
-    No two sequences write to one page, but for pages that nobody reads. Arguments, result and errors as there.
+    No two sequences write to one page, but for pages that nobody reads. Arguments, result and
+    errors as there.
     """
     rows = new_keys.shape[1]
     check_lengths(start, rows, page_table.shape[1] * key_pages.shape[2])

@@ -142,32 +142,15 @@ def _kernel(
     tree: Array | None,
 ) -> Array:
     target = current_target()
+    if blocks is None:
+        blocks = shapes.blocks(problem, target)
+    arguments = (q, keys, values, page_table, start)
     if chosen == "pallas_tpu":
-        blocks = shapes.tpu_blocks(problem, target) if blocks is None else blocks
         assert isinstance(blocks, TpuBlocks), f"{chosen} takes TpuBlocks, found {blocks}"
         return tpu.verify_attention(
-            q,
-            keys,
-            values,
-            page_table,
-            start,
-            window=window,
-            sinks=sinks,
-            tree=tree,
-            blocks=blocks,
-            target=target,
+            *arguments, window=window, sinks=sinks, tree=tree, blocks=blocks, target=target
         )
-    blocks = shapes.gpu_blocks(problem, target) if blocks is None else blocks
     assert isinstance(blocks, GpuBlocks), f"{chosen} takes GpuBlocks, found {blocks}"
     return gpu.verify_attention(
-        q,
-        keys,
-        values,
-        page_table,
-        start,
-        window=window,
-        sinks=sinks,
-        tree=tree,
-        blocks=blocks,
-        target=target,
+        *arguments, window=window, sinks=sinks, tree=tree, blocks=blocks, target=target
     )

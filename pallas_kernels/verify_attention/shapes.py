@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
 
+from pallas_kernels import tuned
 from pallas_kernels.chips import tensor_cores
 from pallas_kernels.layout import slot_tile
 from pallas_kernels.target import Target
@@ -74,6 +77,11 @@ class Problem:
         """Which of a step's calls this looks like."""
         return "decode" if self.rows == 1 else "verify" if self.rows <= 16 else "prefill"
 
+    @property
+    def key(self) -> str:
+        """Its entry in the table of tuned sizes."""
+        return f"verify_attention/{self.phase}/d{self.dim}/{self.q_dtype}"
+
 
 def limit(problem: Problem) -> str | None:
     """What every Pallas implementation supports, where `problem` is something else."""
@@ -114,30 +122,51 @@ def _divisor(size: int, at_most: int, multiple: int = 1) -> int:
     )
 
 
-def tpu_blocks(problem: Problem, target: Target) -> TpuBlocks:
-    """All key heads of a sequence in a step where they fit, and a block of BLOCK_BYTES."""
+def blocks(problem: Problem, target: Target) -> TpuBlocks | GpuBlocks:
+    """The tiling of a target's own kernel: tuned fields where the table has them."""
+    return blocks_with(problem, target, tuned.lookup(target.device_kind, problem.key))
+
+
+def blocks_with(
+    problem: Problem, target: Target, fields: Mapping[str, Any]
+) -> TpuBlocks | GpuBlocks:
+    """The heuristic tiling, `fields` of the table in place of its own."""
+    if target.platform == "tpu":
+        return _tpu_blocks(problem, target, **fields)
+    return _gpu_blocks(problem, **fields)
+
+
+def _tpu_blocks(problem: Problem, target: Target, block_bytes: int = BLOCK_BYTES) -> TpuBlocks:
+    """All key heads of a sequence in a step where they fit, and a block of `block_bytes`."""
     item = jnp.dtype(problem.cache_dtype).itemsize
     tile = slot_tile(problem.dim, problem.cache_dtype)
     tile_rows = -(-problem.heads // problem.kv_heads * problem.rows // 8) * 8
-    heads = _divisor(problem.kv_heads, max(1, SCORE_BYTES // (tile_rows * 128 * 4)))
+    cores = tensor_cores(target.device_kind)
+    most = max(1, SCORE_BYTES // (tile_rows * 128 * 4))
+    if problem.batch % cores:
+        # Every core has a share of the heads where it cannot have one of the sequences.
+        most = min(most, max(1, problem.kv_heads // cores))
+    heads = _divisor(problem.kv_heads, most)
     slots = min(
-        BLOCK_BYTES // (heads * problem.dim * item),
+        block_bytes // (heads * problem.dim * item),
         max(128, SCORE_BYTES // (heads * tile_rows * 4)),
         -(-problem.context // tile) * tile,
     )
     chunk = _divisor(problem.page_size, slots, tile)
     slots = max(1, slots // chunk) * chunk
-    return TpuBlocks(heads, slots, chunk, tensor_cores(target.device_kind))
+    return TpuBlocks(heads, slots, chunk, cores)
 
 
-def gpu_blocks(problem: Problem, target: Target) -> GpuBlocks:
+def _gpu_blocks(
+    problem: Problem, slots: int | None = None, warps: int = 4, stages: int = 3
+) -> GpuBlocks:
     """Enough programs for every multiprocessor: the context is split where the batch is small."""
-    del target
     tile_rows = problem.heads // problem.kv_heads * problem.rows
     rows = min(64, max(16, 1 << (tile_rows - 1).bit_length()))
-    slots = 64 if problem.q_dtype == "bfloat16" else 32
+    if slots is None:
+        slots = 64 if problem.q_dtype == "bfloat16" else 32
     programs = problem.batch * problem.kv_heads * -(-tile_rows // rows)
     wanted = -(-256 // programs)
     # A split shorter than a few blocks costs more to combine than it gains.
     longest = max(1, problem.context // (4 * slots))
-    return GpuBlocks(rows, slots, max(1, min(wanted, longest, 64)))
+    return GpuBlocks(rows, slots, max(1, min(wanted, longest, 64)), warps, stages)

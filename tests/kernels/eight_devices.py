@@ -1,0 +1,73 @@
+"""Run by test_multi_device.py in a process of its own, with eight virtual devices.
+
+Kernels inside shard_map over the model axis, key heads sharded, against one device.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels.cache_write import write_cache, write_cache_paged
+from pallas_kernels.target import NATIVE, Target, compile_for
+from pallas_kernels.verify_attention import verify_attention, verify_attention_paged
+
+# Axis of the heads of each argument.
+HEADS = {"q": 2, "new_keys": 2, "new_values": 2, "keys": 1, "values": 1, "sinks": 0}
+HEADS |= {"key_pages": 1, "value_pages": 1}
+
+
+def spec(name: str) -> P:
+    return P(*(None,) * HEADS[name], "model") if name in HEADS else P()
+
+
+def check(function: Any, arrays: dict[str, Any], out: Any, **static: Any) -> None:
+    mesh = Mesh(np.asarray(jax.devices()), ("model",))
+    assert mesh.size == 8
+    want = function(**arrays, **static, implementation="reference")
+    for platform, implementation in NATIVE.items():
+        call = functools.partial(function, **static, implementation=implementation)
+        sharded = jax.shard_map(
+            lambda given, call=call: call(**given),
+            mesh=mesh,
+            in_specs=({name: spec(name) for name in arrays},),
+            out_specs=out,
+            check_vma=False,  # the interpreter's own loops do not say what they vary over
+        )
+        with compile_for(Target(platform, interpret=True)):
+            got = jax.jit(sharded)(arrays)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), got, want)
+
+
+def main() -> None:
+    rng = np.random.default_rng(0)
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+    batch, rows, kv_heads, dim, capacity, page = 2, 3, 8, 128, 32, 16
+    new = {"new_keys": normal(batch, rows, kv_heads, dim)}
+    new["new_values"] = new["new_keys"] + 1
+    start = jnp.asarray([5, 29], jnp.int32)
+    cache = {"keys": normal(batch, kv_heads, capacity, dim)}
+    cache["values"] = cache["keys"] - 1
+    pages = {"key_pages": normal(5, kv_heads, page, dim)}
+    pages["value_pages"] = pages["key_pages"] - 1
+    table = jnp.asarray([[3, 1], [4, 2]], jnp.int32)
+    q = {"q": normal(batch, rows, 16, dim), "sinks": normal(16), "start": start}
+    heads, split = spec("q"), (spec("keys"), spec("values"))
+    check(verify_attention, q | cache, heads, window=9)
+    check(verify_attention_paged, q | pages | {"page_table": table}, heads)
+    check(write_cache, new | cache | {"start": start}, split)
+    check(write_cache_paged, new | pages | {"start": start, "page_table": table}, split)
+    print("equal")  # noqa: T201  # what the parent looks for
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""The table of tuned sizes, and what tuning writes into it."""
+
+from __future__ import annotations
+
+import json
+
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import tune, tuned
+from pallas_kernels.target import Target, compile_for
+from pallas_kernels.verify_attention import GpuBlocks, shapes
+
+PROBLEM = shapes.Problem(8, 8, 32, 8, 128, 8192, 8192, "bfloat16", "bfloat16")
+
+
+def test_an_entry_replaces_the_fields_that_it_holds(monkeypatch):
+    entry = {"verify_attention/verify/d128/bfloat16": {"slots": 128, "warps": 8}}
+    monkeypatch.setattr(tuned, "table", lambda: {"NVIDIA H200": entry})
+    plain = shapes.blocks(PROBLEM, Target("gpu", "NVIDIA H100"))
+    assert plain == GpuBlocks(rows=32, slots=64, splits=4)
+    found = shapes.blocks(PROBLEM, Target("gpu", "NVIDIA H200"))
+    assert found == GpuBlocks(rows=32, slots=128, splits=4, warps=8)
+
+
+@pytest.mark.parametrize(("rows", "phase"), [(1, "decode"), (9, "verify"), (64, "prefill")])
+def test_each_phase_has_its_entry(rows, phase):
+    problem = shapes.Problem(8, rows, 32, 8, 64, 8192, 8192, "bfloat16", "bfloat16")
+    assert problem.key == f"verify_attention/{phase}/d64/bfloat16"
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("page", [16, 128, 8192, 2064])
+@pytest.mark.parametrize("rows", [1, 8, 64])
+def test_tpu_blocks_tile_the_cache_and_fit(dim, page, rows):
+    problem = shapes.Problem(1, rows, 32, 8, dim, page, 8256, "bfloat16", "bfloat16")
+    if shapes.tpu_limit(problem) is not None:
+        return
+    found = shapes.blocks(problem, Target("tpu", "TPU v5"))
+    assert isinstance(found, shapes.TpuBlocks)
+    assert found.cores == 2
+    assert found.heads <= 4, "batch 1: each core has half of the heads"
+    assert 8 % found.heads == 0
+    assert found.slots % found.chunk == 0
+    assert page % found.chunk == 0
+    assert found.chunk % (128 if dim == 64 else 16) == 0
+    assert 4 * found.heads * found.slots * dim * 2 <= 8 * 2**20
+
+
+def test_tuning_writes_the_fastest(monkeypatch, tmp_path):
+    monkeypatch.setattr(tune, "ROWS", {"verify": 8})
+    monkeypatch.setattr(tune, "CONTEXT", 64)
+    monkeypatch.setattr(
+        tune, "time_of", lambda arrays, blocks: abs(blocks.slots - 64) + abs(blocks.warps - 8)
+    )
+    monkeypatch.setattr(tuned, "table", lambda: {"other": {"kept": {"slots": 1}}})
+    output = tmp_path / "tuned.json"
+    with compile_for(Target("gpu", "a GPU", interpret=True)):
+        assert tune.main(["--output", str(output)]) == 0
+    written = json.loads(output.read_text())
+    assert written["other"] == {"kept": {"slots": 1}}
+    assert set(written["a GPU"]) == {
+        f"verify_attention/verify/d{dim}/{jnp.dtype(dtype).name}"
+        for dim in (64, 128)
+        for dtype in (jnp.float32, jnp.bfloat16)
+    }
+    entry = written["a GPU"]["verify_attention/verify/d128/bfloat16"]
+    assert (entry["slots"], entry["warps"]) == (64, 8)
+
+
+def test_there_is_nothing_to_tune_on_a_cpu(capsys):
+    with compile_for(Target("cpu")):
+        assert tune.main([]) == 2
+    assert "gpu and tpu only" in capsys.readouterr().err
