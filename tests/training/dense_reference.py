@@ -7,6 +7,7 @@ Also tiny networks and packed batches to compare them on.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -20,6 +21,10 @@ from peagle_jax.training.batch import PackedBatch
 from peagle_jax.training.cod import Chains
 from peagle_jax.training.loss import LossConfig
 from peagle_jax.training.target import TargetView
+
+# Programs here run once on tiny arrays: what counts is how soon they are compiled.
+QUICK: Any = {"xla_backend_optimization_level": 0}
+quick_jit = functools.partial(jax.jit, compiler_options=QUICK)
 
 VOCAB, DRAFT_VOCAB, MASK_ID = 64, 40, 7
 HIDDEN = 32

@@ -62,9 +62,11 @@ def test_loss_and_gradient_equal_the_dense_ones(drafter: Any, over: Any) -> None
         params = {**trained, **frozen}
         return dense.loss(drafter, params, target, batch, view, elements, LOSS) / 7
 
-    expected_loss, expected = jax.jit(jax.value_and_grad(reference))(trained)
+    expected_loss, expected = dense.quick_jit(jax.value_and_grad(reference))(trained)
     method = objective(drafter, sampling=sampling).gradient
-    loss, sums, gradient = jax.jit(method)(trained, frozen, target, batch, view, chains, 7.0)
+    loss, sums, gradient = dense.quick_jit(method)(
+        trained, frozen, target, batch, view, chains, 7.0
+    )
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
     dense.assert_trees_close(gradient, expected, 1e-5)
     weighted = np.asarray(sums.loss) @ np.array(LOSS.depth_weights) / 7
@@ -88,23 +90,38 @@ def count_by_depth(batch: PackedBatch, elements: list[set[tuple[int, int]]]) -> 
     return counts
 
 
-def test_value_and_grad_is_the_gradient_at_the_targets_view_and_the_keys_chains() -> None:
-    drafter = dense.drafter_config()
+def step(drafter: Any, trained: Any, frozen: Any, seed: int = 8, **options: Any) -> Any:
+    """Loss, sums and gradient of one batch."""
     batch = dense.packed_batch(DOCUMENTS, LENGTH)
-    target = dense.target_params()
+    method = dense.quick_jit(objective(drafter, **options).value_and_grad)
+    keys = dense.row_keys(seed, batch)
+    return method(trained, frozen, dense.target_params(), batch, keys, 2.0)
+
+
+@pytest.fixture(scope="module")
+def whole_step() -> Any:
+    """All of a drafter is trained, in float32."""
+    drafter = dense.drafter_config()
+    return step(drafter, *dense.drafter_params(drafter))
+
+
+def test_value_and_grad_is_the_gradient_at_the_targets_view_and_the_keys_chains(
+    whole_step: Any,
+) -> None:
+    drafter = dense.drafter_config()
+    batch, target = dense.packed_batch(DOCUMENTS, LENGTH), dense.target_params()
     trained, frozen = dense.drafter_params(drafter)
-    made = objective(drafter)
-    key, other = dense.row_keys(8, batch), dense.row_keys(9, batch)
-
-    def by_parts(trained: Any, key: Any) -> Any:
-        view = view_target(dense.TARGET, target, batch, (0, 1, 2), jnp.float32)
-        chains = sample_chains(SAMPLING, batch, key)
-        return made.gradient(trained, frozen, target, batch, view, chains, 2.0)
-
-    whole = jax.jit(lambda t, k: made.value_and_grad(t, frozen, target, batch, k, 2.0))
-    found = whole(trained, key)
-    dense.assert_trees_close(found[2], jax.jit(by_parts)(trained, key)[2], 1e-6)
-    assert float(found[0]) != float(whole(trained, other)[0])
+    view = view_target(dense.TARGET, target, batch, drafter.aux_layer_ids, jnp.float32)
+    method = dense.quick_jit(objective(drafter).gradient)
+    losses = []
+    for seed in (8, 9):
+        chains = sample_chains(SAMPLING, batch, dense.row_keys(seed, batch))
+        loss, _, gradient = method(trained, frozen, target, batch, view, chains, 2.0)
+        losses.append(float(loss))
+        if seed == 8:
+            dense.assert_trees_close(whole_step[2], gradient, 1e-5)
+    assert losses[0] == pytest.approx(float(whole_step[0]), rel=1e-6)
+    assert losses[1] != pytest.approx(losses[0], rel=1e-3)
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +202,7 @@ def test_loss_and_gradient_equal_speculators() -> None:
     head = {"lm_head": {"kernel": jnp.asarray(recorded["target_head"])}}
     head["embed_tokens"] = {"embedding": head["lm_head"]["kernel"]}
     sampling = ChainSampling(num_depths=len(chains.slots) + 1)
-    method = jax.jit(PEagleObjective(config, target, sampling).gradient)
+    method = dense.quick_jit(PEagleObjective(config, target, sampling).gradient)
     count = float(recorded["count"])
     loss, sums, gradient = method(params, frozen, head, batch, view, chains, count)
     assert float(jnp.sum(sums.count)) == count
@@ -195,54 +212,34 @@ def test_loss_and_gradient_equal_speculators() -> None:
     np.testing.assert_allclose(accuracy, recorded["accuracy"], atol=1e-6)
 
 
-def test_a_mask_row_trained_apart_gets_that_rows_gradient() -> None:
+def test_a_mask_row_trained_apart_gets_that_rows_gradient(whole_step: Any) -> None:
     """Instead of the whole embedding's; the text's own mask tokens, if any, count too."""
-    config = dense.drafter_config()
-    batch = dense.packed_batch(DOCUMENTS, LENGTH)
-    trained, frozen = dense.drafter_params(config)
-    target = dense.target_params()
-    found = {}
-    embedding: Any
-    for embedding in ("all", "mask_row"):
-        choice = Trainable(embedding=embedding, head="all")
-        parts = split(config, {**trained, **frozen}, dense.TARGET, target, choice)
-        method = jax.jit(objective(parts.config).value_and_grad)
-        found[embedding] = method(
-            parts.trained, parts.frozen, target, batch, dense.row_keys(0, batch), 1.0
-        )
-    whole, apart = (found[name][2] for name in ("all", "mask_row"))
-    expected = whole.pop("embed_tokens")["embedding"][dense.MASK_ID]
-    dense.assert_trees_close(apart, {**whole, MASK_EMBEDDING: expected}, 1e-5)
-
-
-def test_bfloat16_activations_leave_gradients_in_the_parameters_type() -> None:
     drafter = dense.drafter_config()
-    batch = dense.packed_batch(DOCUMENTS, LENGTH)
     trained, frozen = dense.drafter_params(drafter)
-    target, keys = dense.target_params(), dense.row_keys(0, batch)
-    sampling = ChainSampling(num_depths=2, segments=2)
-    wide, narrow = (
-        jax.jit(PEagleObjective(drafter, dense.TARGET, sampling, dtype=dtype).value_and_grad)(
-            trained, frozen, target, batch, keys, 1.0
-        )
-        for dtype in ("float32", "bfloat16")
-    )
+    choice = Trainable(embedding="mask_row", head="all")
+    target = dense.target_params()
+    parts = split(drafter, {**trained, **frozen}, dense.TARGET, target, choice)
+    apart = step(parts.config, parts.trained, parts.frozen)[2]
+    expected = {**whole_step[2]}
+    row = expected.pop("embed_tokens")["embedding"][dense.MASK_ID]
+    dense.assert_trees_close(apart, {**expected, MASK_EMBEDDING: row}, 1e-5)
+
+
+def test_bfloat16_activations_leave_gradients_in_the_parameters_type(whole_step: Any) -> None:
+    drafter = dense.drafter_config()
+    narrow = step(drafter, *dense.drafter_params(drafter), dtype="bfloat16")
     assert {leaf.dtype for leaf in jax.tree.leaves(narrow)} == {jnp.dtype("float32")}
-    np.testing.assert_allclose(narrow[0], wide[0], rtol=0.02)
-    one, other = (np.asarray(x[2]["fc"]["kernel"]).ravel() for x in (narrow, wide))
+    np.testing.assert_allclose(narrow[0], whole_step[0], rtol=0.02)
+    one, other = (np.asarray(x[2]["fc"]["kernel"]).ravel() for x in (narrow, whole_step))
     assert np.corrcoef(one, other)[0, 1] > 0.99
 
 
 def test_one_depth_has_no_mask_rows() -> None:
     drafter = dense.drafter_config()
-    batch = dense.packed_batch(DOCUMENTS, LENGTH)
-    trained, frozen = dense.drafter_params(drafter)
-    made = objective(drafter, sampling=ChainSampling(num_depths=1), loss=LossConfig())
-    target = dense.target_params()
-    method = jax.jit(made.value_and_grad)
-    loss, sums, gradient = method(trained, frozen, target, batch, dense.row_keys(0, batch), 1.0)
+    options: Any = {"sampling": ChainSampling(num_depths=1), "loss": LossConfig()}
+    loss, sums, gradient = step(drafter, *dense.drafter_params(drafter), **options)
     assert sums.count.shape == (1,)
-    assert float(loss) == pytest.approx(float(sums.loss[0]))
+    assert float(loss) == pytest.approx(float(sums.loss[0]) / 2)
     assert not np.any(gradient["mask_hidden"])
     assert np.any(gradient["fc"]["kernel"])
 

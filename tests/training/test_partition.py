@@ -47,7 +47,7 @@ def test_segments_give_the_gradient_of_the_whole(
     chains = sample_chains(sampling, inputs[3], dense.row_keys(segments, inputs[3]))
     # Each segment has elements below depth 1, and some look back over its border.
     assert (np.asarray(chains.length).max(axis=-1) >= 2).all()
-    gradient = jax.jit(objective.gradient)
+    gradient = dense.quick_jit(objective.gradient)
     loss, sums, found = gradient(*inputs, chains, 3.0)
     whole_loss, whole_sums, expected = gradient(*inputs, in_one_segment(chains), 3.0)
     np.testing.assert_allclose(loss, whole_loss, rtol=1e-5)
@@ -63,7 +63,7 @@ def test_earlier_segments_matter() -> None:
     trained, frozen, target, batch, view = inputs
     sampling = dataclasses.replace(SAMPLING, segments=4)
     chains = sample_chains(sampling, batch, dense.row_keys(0, batch))
-    gradient = jax.jit(objective.gradient)
+    gradient = dense.quick_jit(objective.gradient)
     whole = gradient(*inputs, chains, 1.0)[2]
     # Cut at every border: documents of their own in each segment see nothing before it.
     cut = batch.documents * 10 + jnp.arange(LENGTH) // 12
@@ -95,12 +95,11 @@ def test_memory_falls_with_the_number_of_segments(monkeypatch: pytest.MonkeyPatc
         chains = jax.eval_shape(
             lambda key, how=sampling: sample_chains(how, batch, key), dense.row_keys(0, batch)
         )
-        lowered = jax.jit(objective.gradient).lower(
+        lowered = dense.quick_jit(objective.gradient).lower(
             trained, frozen, dense.target_params(), batch, view, chains, 1.0
         )
-        # Buffers are assigned before machine code is made: that need not be good.
-        quick: Any = {"xla_backend_optimization_level": 0}
-        analysis: Any = lowered.compile(quick).memory_analysis()
+        # Buffers are assigned before machine code is made: a quick compilation tells the same.
+        analysis: Any = lowered.compile().memory_analysis()
         temporary[segments] = analysis.temp_size_in_bytes
     assert temporary[4] < 0.35 * temporary[1]
     assert temporary[8] < 0.7 * temporary[4]
