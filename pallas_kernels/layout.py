@@ -39,7 +39,8 @@ def check_lengths(start: Int[Array, "batch"], rows: int, context: int) -> None:
     """
     if isinstance(start, jax.core.Tracer):
         return
-    first, last = int(start.min()), int(start.max()) + rows - 1
+    found = jax.device_get(start)  # a concrete array stays one where jit closes over it
+    first, last = int(found.min()), int(found.max()) + rows - 1
     if first < 0 or last >= context:
         raise ValueError(
             f"start: rows at positions {first} .. {last}, the cache holds 0 .. {context - 1}"

@@ -1,0 +1,43 @@
+"""A network with kernels switched on computes what it computes without them."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.target import Target, compile_for
+from peagle_jax.config import BlockConfig, ModelConfig
+from peagle_jax.models import decoder
+from peagle_jax.models.cache import KVCache
+from peagle_jax.models.decoder import Decoder
+
+BLOCK = BlockConfig(32, 32, 2, 2, 1, 128, windows=(None, 12))
+CONFIG = ModelConfig(BLOCK, 64, max_positions=256)
+
+
+@pytest.mark.parametrize("platform", ["tpu", "gpu"])
+def test_a_pass_of_a_network(platform):
+    params = decoder.init(CONFIG, jax.random.key(0))
+    rng = np.random.default_rng(0)
+    empty = KVCache.init(BLOCK, 2, 64, jnp.float32)
+    cache = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), empty)
+    tokens = jnp.asarray(rng.integers(0, 64, (2, 4)))
+    start = jnp.asarray([7, 40], jnp.int32)
+
+    def run(target: Target) -> tuple[str, jax.Array]:
+        def network(params: dict, cache: KVCache) -> jax.Array:
+            return (
+                Decoder(CONFIG, jnp.float32).apply({"params": params}, tokens, start, cache).hidden
+            )
+
+        with compile_for(target):
+            traced = jax.jit(network).trace(params, cache)
+            return str(traced.jaxpr), jax.jit(network)(params, cache)
+
+    plain, want = run(Target("cpu"))
+    program, got = run(Target(platform, interpret=True))
+    assert "pallas_call" not in plain
+    assert program.count("name=verify_attention") == BLOCK.num_layers
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
