@@ -13,7 +13,7 @@ from peagle_jax.config import DrafterConfig, ModelConfig
 from peagle_jax.convert import layouts
 from peagle_jax.convert.conversion import convert
 from peagle_jax.convert.inspection import Inspection, inspect
-from peagle_jax.convert.layouts import LazyTensor
+from peagle_jax.convert.lazy_tensor import LazyTensor
 from peagle_jax.convert.opening import Checkpoint, open_checkpoint
 
 __all__ = ["Inspection", "convert", "inspect", "load_drafter", "load_target"]

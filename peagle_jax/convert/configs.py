@@ -7,10 +7,25 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from peagle_jax.config import BlockConfig, ModelConfig, RopeConfig, RopeKind
+from peagle_jax.config import BlockConfig, GateConfig, ModelConfig, MoEConfig, RouterScores
+from peagle_jax.convert.expert_tensors import Form
+from peagle_jax.convert.rope_configs import rope_config
 from peagle_jax.errors import InputError
+
+_SWIGLU = GateConfig()
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertRule:
+    """What a family with experts fixes about them, and where its config has the rest."""
+
+    scores: RouterScores
+    width_key: str  # an expert's intermediate size
+    normalize_key: str | None = None
+    biases: bool = False  # of the router and of the experts
+    form: Form = "separate"  # of its tensors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,13 +34,18 @@ class Family:
 
     qkv_bias: bool = False
     bias_key: str | None = None  # config key that gives q, k, v and o a bias
+    bias_default: bool = False
     qk_norm: bool = False
     head_dim: int | None = None  # None = hidden_size / num_attention_heads
     max_positions: int = 2048
     mlp_bias: bool = False  # whether the family reads mlp_bias
     layer_types: bool = False  # whether the family reads layer_types
-    window_rule: Literal["none", "all", "upper"] = "none"  # where layer_types is absent
+    window_rule: Literal["none", "all", "upper", "even"] = "none"  # where layer_types is absent
     windows_by_default: bool = True  # what an absent use_sliding_window means
+    rms_norm_eps: float = 1e-6
+    sinks: bool = False
+    gate: GateConfig = _SWIGLU  # a bounded one's numbers are read from the config
+    experts: ExpertRule | None = None
 
 
 LLAMA = Family(bias_key="attention_bias", mlp_bias=True)
@@ -39,12 +59,35 @@ _QWEN2 = Family(
 QWEN3 = dataclasses.replace(
     _QWEN2, qkv_bias=False, bias_key="attention_bias", qk_norm=True, head_dim=128
 )
+_QWEN3_MOE = Family(
+    bias_key="attention_bias",
+    qk_norm=True,
+    max_positions=32768,
+    window_rule="all",
+    windows_by_default=False,
+    experts=ExpertRule("softmax_top_k", "moe_intermediate_size", normalize_key="norm_topk_prob"),
+)
+_GPT_OSS = Family(
+    bias_key="attention_bias",
+    bias_default=True,
+    head_dim=64,
+    max_positions=131072,
+    layer_types=True,
+    window_rule="even",
+    rms_norm_eps=1e-5,
+    sinks=True,
+    gate=GateConfig(alpha=1.702, limit=7.0, up_offset=1.0),
+    experts=ExpertRule("top_k_softmax", "intermediate_size", biases=True, form="interleaved"),
+)
 TARGET_FAMILIES = {
     "LlamaForCausalLM": LLAMA,
     "MistralForCausalLM": Family(max_positions=131072, window_rule="all"),
     "Qwen2ForCausalLM": _QWEN2,
     "Qwen3ForCausalLM": QWEN3,
+    "Qwen3MoeForCausalLM": _QWEN3_MOE,
+    "GptOssForCausalLM": _GPT_OSS,
 }
+_LAYER_TYPES = ("full_attention", "sliding_attention")
 _MAX_WINDOW_LAYERS = 28  # Qwen's default
 _REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
@@ -119,6 +162,11 @@ def gguf_model_config(
         if f"{architecture}.{gguf_key}" in metadata
     }
     scaling = metadata.get(f"{architecture}.rope.scaling.type", "none")
+    if scaling not in ("none", "linear"):
+        raise InputError(
+            f"{where}: {architecture}.rope.scaling.type: found rope type {scaling!r}, "
+            "expected none or linear"
+        )
     if scaling != "none":
         factor = metadata.get(f"{architecture}.rope.scaling.factor", 1.0)
         config["rope_scaling"] = {"rope_type": scaling, "factor": factor}
@@ -147,7 +195,9 @@ def block_config(config: Mapping[str, Any], family: Family, where: str) -> Block
     heads = config["num_attention_heads"]
     layers = config["num_hidden_layers"]
     head_dim = config.get("head_dim") or family.head_dim or config["hidden_size"] // max(1, heads)
-    biased = family.bias_key is not None and bool(config.get(family.bias_key, False))
+    biased = family.bias_key is not None
+    biased &= bool(config.get(family.bias_key or "", family.bias_default))
+    moe, dense_layers = _experts(config, family.experts, layers, where)
     with located(where):
         return BlockConfig(
             hidden_size=config["hidden_size"],
@@ -156,69 +206,79 @@ def block_config(config: Mapping[str, Any], family: Family, where: str) -> Block
             num_heads=heads,
             num_kv_heads=int(config.get("num_key_value_heads") or heads),
             head_dim=int(head_dim),
-            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-            rope=_rope_config(config, where),
+            rms_norm_eps=float(config.get("rms_norm_eps", family.rms_norm_eps)),
+            rope=rope_config(config, where),
             qkv_bias=family.qkv_bias or biased,
             out_bias=biased,
             mlp_bias=family.mlp_bias and bool(config.get("mlp_bias", False)),
             qk_norm=family.qk_norm,
             windows=_windows(config, family, layers, where),
+            sinks=family.sinks,
+            gate=_gate(config, family.gate),
+            moe=moe,
+            dense_layers=dense_layers,
         )
 
 
-def _rope_config(config: Mapping[str, Any], where: str) -> RopeConfig:
-    """From `rope_parameters`, or its older homes `rope_theta` and `rope_scaling`."""
-    home = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
-    rope: Mapping[str, Any] = config.get(home) or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in get_args(RopeKind) or any(isinstance(v, Mapping) for v in rope.values()):
-        raise InputError(
-            f"{where}: {home}: found rope type {kind!r}, "
-            f"expected one of {', '.join(get_args(RopeKind))} for all layers"
+def _gate(config: Mapping[str, Any], gate: GateConfig) -> GateConfig:
+    if gate.limit is None:
+        return gate
+    return dataclasses.replace(
+        gate,
+        alpha=float(config.get("swiglu_alpha", gate.alpha)),
+        limit=float(config.get("swiglu_limit", gate.limit)),
+    )
+
+
+def _experts(
+    config: Mapping[str, Any], rule: ExpertRule | None, layers: int, where: str
+) -> tuple[MoEConfig | None, tuple[int, ...]]:
+    """The experts of a config, and the layers that have none."""
+    if rule is None:
+        return None, ()
+    count_key = "num_experts" if "num_experts" in config else "num_local_experts"
+    step, listed = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
+    if not isinstance(step, int) or step < 1:
+        raise InputError(f"{where}: decoder_sparse_step: found {step!r}, expected 1 or more")
+    dense = tuple(i for i in range(layers) if i in listed or (i + 1) % step)
+    if integer(config, count_key, where) == 0 or len(dense) == layers:
+        return None, ()
+    normalize = rule.normalize_key is not None and bool(config.get(rule.normalize_key, False))
+    with located(where):
+        moe = MoEConfig(
+            num_experts=config[count_key],
+            experts_per_token=integer(config, "num_experts_per_tok", where),
+            intermediate_size=integer(config, rule.width_key, where),
+            scores=rule.scores,
+            normalize=normalize,
+            router_bias=rule.biases,
+            expert_bias=rule.biases,
         )
-    partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    if partial != 1.0:
-        raise InputError(f"{where}: partial_rotary_factor: found {partial}, expected 1.0")
-    theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0)
-    needed = {
-        "default": (),
-        "linear": ("factor",),
-        "llama3": (
-            "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
-        ),
-    }[kind]  # fmt: skip
-    for key in needed:
-        if not isinstance(rope.get(key), int | float):
-            raise InputError(f"{where}: {home}.{key}: found {rope.get(key)!r}, expected a number")
-    fields = {key: float(rope[key]) for key in needed if not key.startswith("original")}
-    if "original_max_position_embeddings" in needed:
-        fields["original_max_positions"] = int(rope["original_max_position_embeddings"])
-    return RopeConfig(theta=theta, kind=kind, **fields)  # type: ignore[arg-type]
+    return moe, dense
 
 
 def _windows(
     config: Mapping[str, Any], family: Family, layers: int, where: str
 ) -> tuple[int | None, ...]:
     """Sliding windows, one a layer; empty where every layer sees everything."""
+    types = config.get("layer_types")
+    if types is not None and (len(types) != layers or set(types) - set(_LAYER_TYPES)):
+        raise InputError(
+            f"{where}: layer_types: found {types}, expected {layers} of {' or '.join(_LAYER_TYPES)}"
+        )
     window = config.get("sliding_window")
     if not window or not config.get("use_sliding_window", family.windows_by_default):
         return ()
-    types = config.get("layer_types") if family.layer_types else None
-    if types is None:
-        first = {
-            "none": layers,
-            "all": 0,
-            "upper": config.get("max_window_layers", _MAX_WINDOW_LAYERS),
-        }[family.window_rule]
-        sliding = [index >= first for index in range(layers)]
-    else:
-        unknown = set(types) - {"full_attention", "sliding_attention"}
-        if len(types) != layers or unknown:
-            raise InputError(
-                f"{where}: layer_types: found {types}, expected {layers} of "
-                "full_attention or sliding_attention"
-            )
+    if types is not None and family.layer_types:
         sliding = [kind == "sliding_attention" for kind in types]
+    else:
+        upper = config.get("max_window_layers", _MAX_WINDOW_LAYERS)
+        sliding = [
+            {"none": False, "all": True, "upper": i >= upper, "even": i % 2 == 0}[
+                family.window_rule
+            ]
+            for i in range(layers)
+        ]
     if not any(sliding):
         return ()
     if not isinstance(window, int) or window < 1:

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from peagle_jax.config import DrafterConfig, ModelConfig
-from peagle_jax.convert import layouts
-from peagle_jax.convert.config_writers import drafter_json, target_json
-from peagle_jax.convert.layouts import LazyTensor
+from peagle_jax.convert import expert_tensors, layouts
+from peagle_jax.convert.config_writers import drafter_json, family_name, target_json
+from peagle_jax.convert.lazy_tensor import LazyTensor
 from peagle_jax.convert.opening import Checkpoint
 from peagle_jax.convert.safetensors_file import Output, write_safetensors
 
@@ -28,21 +28,36 @@ def write_huggingface(
     `advance(path, num_bytes)` is called as parameters are written.
     """
     dtype = next(t.dtype.name for p, t in opened.tensors.items() if p.endswith("norm.scale"))
+    outputs: dict[str, Output] = {}
     if isinstance(opened.config, ModelConfig):
         config = target_json(opened.config, dtype)
+        rule = family_name(opened.config)[1].experts
+        if rule is not None:
+            outputs = _experts(opened, rule.form, advance)
         paths = layouts.TARGET_PATHS
     else:
         config = drafter_json(opened.config, dtype, max_positions)
         paths = layouts.DRAFTER_PATHS
-    outputs = {}
     for path, tensor in opened.tensors.items():
-        outputs[layouts.tensor_name(path, paths)] = Output(
-            tensor.shape, tensor.dtype, _chunks(path, tensor, advance)
-        )
+        name = layouts.tensor_name(path, paths)
+        if not expert_tensors.is_special(name):
+            outputs[name] = Output(tensor.shape, tensor.dtype, _chunks(path, tensor, advance))
     if isinstance(opened.config, DrafterConfig):
         _to_vllm(outputs, opened.config, opened.tensors)
     write_safetensors(folder / "model.safetensors", outputs)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _experts(
+    opened: Checkpoint, form: expert_tensors.Form, advance: Callable[[str, int], None]
+) -> dict[str, Output]:
+    """The tensors of routers and experts, in a family's form."""
+    paths = {layouts.tensor_name(path, layouts.TARGET_PATHS): path for path in opened.tensors}
+    return expert_tensors.outputs(
+        {name: opened.tensors[path] for name, path in paths.items()},
+        form,
+        lambda name, num_bytes: advance(paths[name], num_bytes),
+    )
 
 
 def _to_vllm(

@@ -14,7 +14,7 @@ from peagle_jax.convert import layouts
 from peagle_jax.convert.base_reader import Reader
 from peagle_jax.convert.export import write_huggingface
 from peagle_jax.convert.folders import atomic_folder
-from peagle_jax.convert.layouts import LazyTensor
+from peagle_jax.convert.lazy_tensor import LazyTensor
 from peagle_jax.convert.opening import Checkpoint
 
 

@@ -7,7 +7,6 @@ is strict: a tensor is used, known to be ignorable, or an error.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -16,11 +15,14 @@ import jax
 import numpy as np
 
 from peagle_jax.config import DrafterConfig, ModelConfig
-from peagle_jax.convert.base_reader import Reader, row_chunks
+from peagle_jax.convert import expert_tensors
+from peagle_jax.convert.base_reader import Reader
+from peagle_jax.convert.lazy_tensor import DraftToTarget, LazyTensor, MaskHidden, check_stored
 
 Rules = tuple[tuple[str, str], ...]
 
 # Canonical names from each layout's own: every rule is applied, in order.
+_HF_NAMES: Rules = ((r"\.mlp\.gate\.", ".mlp.router."),)  # Qwen3-MoE's; gpt-oss says router
 _GGUF_NAMES: Rules = (
     (r"^token_embd\.", "model.embed_tokens."),
     (r"^output_norm\.", "model.norm."),
@@ -35,7 +37,7 @@ _GGUF_NAMES: Rules = (
 )
 _DRAFTER_NAMES: Rules = ((r"^model\.", ""), (r"^midlayer\.", "layers.0."))
 CANONICAL: dict[str, Rules] = {
-    "hf": (),
+    "hf": _HF_NAMES,
     "gguf": _GGUF_NAMES,
     "vllm": _DRAFTER_NAMES,
     "speculators": _DRAFTER_NAMES,
@@ -48,6 +50,7 @@ _COMMON: Rules = (
     (r"^lm_head\.kernel$", "lm_head.weight"),
     (r"^layers_(\d+)\.(.+)\.(?:kernel|scale)$", r"{root}layers.\1.\2.weight"),
     (r"^layers_(\d+)\.(.+)\.bias$", r"{root}layers.\1.\2.bias"),
+    (r"^layers_(\d+)\.(.+\.sinks)$", r"{root}layers.\1.\2"),
     (r"^(embed_tokens|norm)\.\w+$", r"{root}\1.weight"),
 )
 TARGET_PATHS: Rules = tuple((path, name.format(root="model.")) for path, name in _COMMON)
@@ -78,64 +81,6 @@ def canonical(reader: Reader, layout: str) -> dict[str, str]:
             raise reader.fail(f"{new}: found as both {found[new]} and {name}, expected one")
         found[new] = name
     return found
-
-
-@dataclasses.dataclass(frozen=True)
-class LazyTensor:
-    """One parameter, still in its file: `shape` and `dtype` are the parameter's."""
-
-    reader: Reader
-    name: str
-    shape: tuple[int, ...]
-    dtype: np.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the parameter."""
-        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
-
-    def chunks(self) -> list[tuple[int, int]]:
-        """(start, stop) row ranges that cover the tensor, small enough for the cache."""
-        return row_chunks(self.shape, self.dtype, self.reader.chunk_bytes)
-
-    def rows(self, start: int, stop: int) -> np.ndarray:
-        """Rows `[start, stop)` in the parameter's dtype. Raises InputError on NaN or Inf."""
-        rows = self.reader.rows(self.name, start, stop).astype(self.dtype, copy=False)
-        self.reader.check_finite(self.name, rows)
-        return rows
-
-    def part(self, index: tuple[slice, ...] | None = None) -> np.ndarray:
-        """A box of the parameter (all of it by default), read chunk by chunk.
-
-        It lies in memory that JAX on CPU adopts without a copy.
-        """
-        outer, *inner = index or (slice(None),)
-        start, stop, _ = outer.indices(self.shape[0])
-        shape = [len(range(*s.indices(n))) for s, n in zip(inner, self.shape[1:], strict=False)]
-        out = aligned_empty((stop - start, *shape, *self.shape[1 + len(inner) :]), self.dtype)
-        for first, last in self.chunks():
-            first, last = max(first, start), min(last, stop)
-            if first < last:
-                out[first - start : last - start] = self.rows(first, last)[:, *inner]
-        return out
-
-
-class MaskHidden(LazyTensor):
-    """`mask_hidden` without its leading axes of one: `[n_aux * H_t]`."""
-
-    def rows(self, start: int, stop: int) -> np.ndarray:
-        leading = self.reader.shape(self.name)[0]
-        flat = self.reader.rows(self.name, 0, leading).reshape(-1)[start:stop]
-        self.reader.check_finite(self.name, flat)
-        return flat.astype(self.dtype)
-
-
-class DraftToTarget(LazyTensor):
-    """`d2t` as absolute target ids: the checkpoint stores offsets, target id - draft id."""
-
-    def rows(self, start: int, stop: int) -> np.ndarray:
-        offsets = self.reader.rows(self.name, start, stop).astype(np.int64)
-        return (offsets + np.arange(start, stop)).astype(self.dtype)
 
 
 def target_tensors(
@@ -177,11 +122,17 @@ def _match(
     abstract: Any,
     ignorable: tuple[str, ...],
 ) -> dict[str, LazyTensor]:
-    wanted = {path: (tensor_name(path, paths), leaf) for path, leaf in flatten(abstract).items()}
-    missing = sorted({name for name, _ in wanted.values()} - set(names))
+    # Experts are stored in other forms than the parameters have, but for Orbax's.
+    form = expert_tensors.form_of(names) if paths == TARGET_PATHS else None
+    wanted: dict[str, tuple[list[str], jax.ShapeDtypeStruct]] = {}
+    for path, leaf in flatten(abstract).items():
+        name = tensor_name(path, paths)
+        stored = expert_tensors.stored_names(name, leaf.shape[0], form) if form else [name]
+        wanted[path] = (stored, leaf)
+    used = {name for stored, _ in wanted.values() for name in stored}
+    missing = sorted(used - set(names))
     if missing:
         raise reader.fail(f"{_some(missing)}: found no such tensor, expected one (see the config)")
-    used = {name for name, _ in wanted.values()}
     extra = [
         own
         for name, own in names.items()
@@ -191,22 +142,26 @@ def _match(
         raise reader.fail(
             f"{_some(sorted(extra))}: found and not understood, expected no such tensor"
         )
-    return {path: _lazy(reader, names[name], name, leaf) for path, (name, leaf) in wanted.items()}
+    found = {}
+    for path, (stored, leaf) in wanted.items():
+        own_names = tuple(names[name] for name in stored)
+        experts = None
+        if form:
+            experts = expert_tensors.lazy(reader, own_names, tensor_name(path, paths), leaf, form)
+        found[path] = experts or _lazy(reader, own_names[0], stored[0], leaf)
+    return found
 
 
 def _lazy(reader: Reader, own_name: str, name: str, leaf: jax.ShapeDtypeStruct) -> LazyTensor:
-    found, dtype = reader.shape(own_name), np.dtype(leaf.dtype)
-    compared: tuple[int, ...] = found
+    dtype = np.dtype(leaf.dtype)
+    compared: tuple[int, ...] | None = None
     kind: type[LazyTensor] = LazyTensor
     if name == "mask_hidden":
         kind = MaskHidden
-        compared = (int(np.prod(found, dtype=np.int64)),)
+        compared = (int(np.prod(reader.shape(own_name), dtype=np.int64)),)
     elif name == "d2t":
         kind = DraftToTarget
-    if compared != leaf.shape:
-        raise reader.fail(f"{own_name}: found shape {list(found)}, expected {list(leaf.shape)}")
-    if (reader.dtype(own_name).kind in "biu") != (dtype.kind in "iu"):
-        raise reader.fail(f"{own_name}: found dtype {reader.dtype(own_name)}, expected {dtype}")
+    check_stored(reader, own_name, leaf.shape, dtype, compared)
     return kind(reader, own_name, tuple(leaf.shape), dtype)
 
 
@@ -255,14 +210,6 @@ def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
             node = node.setdefault(parent, {})
         node[leaf] = value
     return tree
-
-
-def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An uninitialised array at a 64-byte boundary: JAX on CPU adopts it without a copy."""
-    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    buffer = np.empty(size + 64, np.uint8)
-    offset = -buffer.ctypes.data % 64
-    return buffer[offset : offset + size].view(dtype).reshape(shape)
 
 
 def _some(names: list[str]) -> str:

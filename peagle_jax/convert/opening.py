@@ -13,7 +13,7 @@ import numpy as np
 from peagle_jax.config import DrafterConfig, ModelConfig
 from peagle_jax.convert import configs, drafter_configs, layouts, mxfp4, releases
 from peagle_jax.convert.base_reader import MANIFEST, Reader, read_json
-from peagle_jax.convert.layouts import LazyTensor
+from peagle_jax.convert.lazy_tensor import LazyTensor
 from peagle_jax.convert.manifest import CONFIGS, config_from_json
 from peagle_jax.convert.readers import open_reader
 from peagle_jax.convert.releases import Release

@@ -22,7 +22,8 @@ import tensorstore as ts
 
 from peagle_jax.convert.base_reader import MANIFEST, Reader, one_line, read_json, row_chunks
 from peagle_jax.convert.folders import Journal
-from peagle_jax.convert.layouts import LazyTensor, unflatten
+from peagle_jax.convert.layouts import unflatten
+from peagle_jax.convert.lazy_tensor import LazyTensor
 from peagle_jax.errors import InputError
 
 FORMAT = "peagle_jax checkpoint"

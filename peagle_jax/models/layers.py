@@ -192,8 +192,8 @@ def _yarn_bounds(rope: RopeConfig, head_dim: int) -> tuple[float, float]:
     first, last = dimension(rope.beta_fast), dimension(rope.beta_slow)
     if rope.truncate:
         first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, head_dim - 1)
-    return first, last + 0.001 if first == last else last
+    first, last = max(first, 0.0), min(last, head_dim - 1.0)
+    return float(first), float(last + 0.001 if first == last else last)
 
 
 def rope_tables(

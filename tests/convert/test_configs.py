@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 
-from peagle_jax.config import BlockConfig, ModelConfig, RopeConfig
+from peagle_jax.config import BlockConfig, GateConfig, ModelConfig, MoEConfig, RopeConfig
 from peagle_jax.convert.config_writers import target_json
 from peagle_jax.convert.configs import TARGET_FAMILIES, model_config
 from peagle_jax.errors import InputError
@@ -64,6 +66,75 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+
+
+YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 24.0,
+    "original_max_position_embeddings": 64,
+    "truncate": False,
+}
+QWEN3_MOE: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+}
+GPT_OSS: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 7,
+}
+
+
+def test_yarn_has_its_factors() -> None:
+    """0.1 ln(factor) + 1, but for what the config itself says."""
+    found = read(rope_scaling=YARN, rope_theta=15e4).block.rope
+    expected = RopeConfig(15e4, "yarn", 32.0, original_max_positions=64, beta_fast=24.0)
+    assert found.attention_factor == pytest.approx(1.3465736)
+    expected = dataclasses.replace(
+        expected, truncate=False, attention_factor=found.attention_factor
+    )
+    assert found == expected
+    given = read(rope_scaling={**YARN, "attention_factor": 0.7}).block.rope
+    assert given.attention_factor == 0.7
+    both = {"mscale": 0.707, "mscale_all_dim": 1.0}
+    factor = read(rope_scaling={**YARN, **both}).block.rope.attention_factor
+    assert factor == pytest.approx((0.0707 * np.log(32) + 1) / (0.1 * np.log(32) + 1))
+    assert read(rope_scaling={**YARN, "factor": 0.5}).block.rope.attention_factor == 1.0
+
+
+def test_qwen3_moe() -> None:
+    block = read(**QWEN3_MOE, norm_topk_prob=True).block
+    assert block.moe == MoEConfig(4, 2, 12, normalize=True)
+    assert (block.dense_layers, block.qk_norm, block.head_dim) == ((), True, 8)
+    some = read(**QWEN3_MOE, mlp_only_layers=[0]).block
+    assert some.moe is not None
+    assert not some.moe.normalize
+    assert [some.experts(i) is None for i in range(3)] == [True, False, False]
+    steps = read(**QWEN3_MOE, decoder_sparse_step=2).block
+    assert steps.dense_layers == (0, 2)
+    assert read(**{**QWEN3_MOE, "num_experts": 0}).block.moe is None
+    sliding = read(**QWEN3_MOE, sliding_window=7, use_sliding_window=True)
+    assert sliding.block.windows == (7, 7, 7)
+    assert read(**QWEN3_MOE, sliding_window=7).block.windows == ()
+
+
+def test_gpt_oss() -> None:
+    block = read(**GPT_OSS).block
+    assert block.moe == MoEConfig(
+        4, 2, 48, scores="top_k_softmax", router_bias=True, expert_bias=True
+    )
+    assert block.gate == GateConfig(1.702, 7.0, 1.0)
+    assert (block.sinks, block.qkv_bias, block.out_bias, block.head_dim) == (True, True, True, 64)
+    assert block.windows == (7, None, 7)  # by turns, where the config does not say
+    assert block.rms_norm_eps == 1e-5
+    types = ["full_attention", "sliding_attention", "full_attention"]
+    changed = read(**GPT_OSS, swiglu_limit=3.0, layer_types=types).block
+    assert changed.gate == GateConfig(1.702, 3.0, 1.0)
+    assert changed.windows == (None, 7, None)
 
 
 @pytest.mark.parametrize(
@@ -132,9 +203,18 @@ def test_eos_ids_of_both_files_count_once() -> None:
         ({"vocab_size": "many"}, "vocab_size: found 'many', expected a whole number"),
         ({"hidden_act": "gelu"}, "hidden_act: found 'gelu', expected 'silu'"),
         (
-            {"rope_scaling": {"rope_type": "yarn", "factor": 2}},
-            "rope_scaling: found rope type 'yarn'",
+            {"rope_scaling": {"rope_type": "longrope", "factor": 2}},
+            "rope_scaling: found rope type 'longrope', expected one of default, linear",
         ),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2}},
+            "rope_scaling.original_max_position_embeddings: found None, expected a number",
+        ),
+        ({**QWEN3_MOE, "num_experts": None}, "num_experts: found None, expected a whole number"),
+        ({**QWEN3_MOE, "num_experts_per_tok": 9}, "experts_per_token: found 9, expected 1 to 4"),
+        ({**QWEN3_MOE, "decoder_sparse_step": 0}, "decoder_sparse_step: found 0, expected 1"),
+        ({**GPT_OSS, "layer_types": ["full_attention"]}, "layer_types: found .*, expected 3 of"),
+        ({"layer_types": ["linear_attention"] * 3}, "layer_types: found .*linear_attention"),
         ({"rope_parameters": {"full_attention": {}}}, "expected one of default.*for all layers"),
         (
             {"rope_scaling": {"type": "linear"}},
@@ -161,7 +241,7 @@ def test_refused(changes: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.parametrize("architecture", list(TARGET_FAMILIES))
-@pytest.mark.parametrize("rope", [{}, {"rope_theta": 5e5, "rope_scaling": LLAMA3}])
+@pytest.mark.parametrize("rope", [{}, LLAMA3, YARN])
 @pytest.mark.parametrize("tied", [False, True])
 def test_written_config_reads_back(architecture: str, rope: dict[str, Any], tied: bool) -> None:
     config = read(
@@ -174,10 +254,31 @@ def test_written_config_reads_back(architecture: str, rope: dict[str, Any], tied
         eos_token_id=[2, 5],
         bos_token_id=1,
         tie_word_embeddings=tied,
-        **rope,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=12,
+        norm_topk_prob=True,
+        rope_theta=5e5,
+        rope_scaling=rope,
     )
     written = target_json(config, "float32")
     assert written["architectures"] == [architecture]
+    assert model_config(written, "config.json") == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "model_type"),
+    [
+        ({**QWEN3_MOE, "mlp_only_layers": [1]}, "qwen3_moe"),
+        ({**QWEN3_MOE, "sliding_window": 7, "use_sliding_window": True}, "qwen3_moe"),
+        ({**GPT_OSS, "sliding_window": None}, "gpt_oss"),
+        ({**GPT_OSS, "swiglu_limit": 3.0, "head_dim": 8}, "gpt_oss"),
+    ],
+)
+def test_written_experts_read_back(changes: dict[str, Any], model_type: str) -> None:
+    config = read(**changes)
+    written = target_json(config, "bfloat16")
+    assert written["model_type"] == model_type
     assert model_config(written, "config.json") == config
 
 

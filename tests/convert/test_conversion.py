@@ -20,7 +20,8 @@ from safetensors.numpy import load_file
 from peagle_jax.convert import orbax_file, shipped
 from peagle_jax.convert.checkpoint import load_drafter, load_target
 from peagle_jax.convert.conversion import convert
-from peagle_jax.convert.layouts import LazyTensor, flatten
+from peagle_jax.convert.layouts import flatten
+from peagle_jax.convert.lazy_tensor import LazyTensor
 from peagle_jax.errors import InputError
 from tests.convert.test_checkpoint import CASES, save_with_transformers
 from tests.convert.test_drafter_configs import EAGLE3_JSON

@@ -11,7 +11,7 @@ import pytest
 from peagle_jax.convert import shipped
 from peagle_jax.convert.conversion import convert
 from peagle_jax.convert.inspection import inspect
-from peagle_jax.convert.layouts import LazyTensor
+from peagle_jax.convert.lazy_tensor import LazyTensor
 from peagle_jax.errors import InputError
 from tests.convert.tiny import BF16, DRAFTER_JSON, TARGET, drafter_tensors, write_checkpoint
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from peagle_jax.convert.checkpoint import load_drafter
-from peagle_jax.convert.layouts import LazyTensor, flatten, unflatten
+from peagle_jax.convert.layouts import flatten, unflatten
+from peagle_jax.convert.lazy_tensor import LazyTensor
 from peagle_jax.convert.readers import open_reader
 from peagle_jax.errors import InputError
 from tests.convert.test_drafter_configs import EAGLE3_JSON, SPECULATORS_JSON

@@ -142,7 +142,7 @@ def test_a_ring_is_written_in_place(batch: int) -> None:
         return jax.lax.fori_loop(0, 9, step, ring)
 
     start = jnp.zeros(batch, jnp.int32)
-    text = jax.jit(loop, donate_argnums=0).lower(ring, start).compile().as_text()
+    text = str(jax.jit(loop, donate_argnums=0).lower(ring, start).compile().as_text())
     shape = f"f32[{batch},2,{ring.capacity},4]"
     assert f"{shape}" in text
     body = text.split("ENTRY")[0]

@@ -95,11 +95,11 @@ def test_tiles_equal_the_grouped_product(sizes, bias) -> None:
     used = len(of_row)
     of_row = np.pad(of_row, (0, 20 - used), constant_values=EXPERTS - 1).astype(np.int32)
     experts = random_experts(bias)
-    args = (*map(jnp.asarray, (rows, of_row, np.int32(sizes))), experts)
-    tiles = moe.in_tiles(*args, gate=GATES[1], tile=8)
-    grouped = moe.grouped(*args, gate=GATES[1])
+    arrays = [jnp.asarray(a) for a in (rows, of_row, np.int32(sizes))]
+    tiles = moe.in_tiles(*arrays, experts, gate=GATES[1], tile=8)
+    grouped = moe.grouped(*arrays, experts, gate=GATES[1])
     expected = [
-        one_expert(r.astype(np.float64), experts, e, GATES[1])
+        one_expert(r.astype(np.float64), experts, int(e), GATES[1])
         for r, e in zip(rows[:used], of_row, strict=False)
     ]
     np.testing.assert_allclose(tiles[:used], expected, rtol=0, atol=1e-5)

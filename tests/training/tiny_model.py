@@ -14,7 +14,7 @@ from peagle_jax.config import BlockConfig, ModelConfig
 from peagle_jax.convert import layouts
 from peagle_jax.convert.export import write_huggingface
 from peagle_jax.convert.in_memory import ArraysReader
-from peagle_jax.convert.layouts import LazyTensor
+from peagle_jax.convert.lazy_tensor import LazyTensor
 from peagle_jax.convert.opening import Checkpoint
 from peagle_jax.models import decoder
 from peagle_jax.training.answers import tokenizer_sha256
