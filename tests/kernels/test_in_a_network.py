@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,7 +29,7 @@ def test_a_pass_of_a_network(platform):
     start = jnp.asarray([7, 40], jnp.int32)
 
     def run(target: Target) -> tuple[str, jax.Array]:
-        def network(params: dict, cache: KVCache) -> jax.Array:
+        def network(params: Any, cache: KVCache) -> jax.Array:
             return (
                 Decoder(CONFIG, jnp.float32).apply({"params": params}, tokens, start, cache).hidden
             )
