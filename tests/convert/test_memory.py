@@ -13,18 +13,19 @@ import pytest
 
 from peagle_jax.convert.base_reader import row_chunks
 from peagle_jax.convert.safetensors_file import Output, write_safetensors
+from tests.convert.peak import PEAK
 from tests.convert.tiny import BF16
 
 GIB = 1 << 30
 VOCAB, HIDDEN, LAYERS, INTERMEDIATE = 98304, 4096, 8, 8192
-CONVERT = """
-import json, resource, sys
+CONVERT = f"""{PEAK}
+import json, sys
 from peagle_jax.convert.conversion import convert
 source, out, to, dtype = sys.argv[1:]
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = peak()
 convert(source, out, to=to, dtype=dtype)
-after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print(json.dumps({"before": before * 1024, "after": after * 1024}))
+after = peak()
+print(json.dumps([before, after]))
 """
 
 
@@ -78,8 +79,8 @@ def test_peak_memory(tmp_path: Path, to: str, dtype: str) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    peak = json.loads(done.stdout)
+    before, after = json.loads(done.stdout)
     largest = VOCAB * HIDDEN * (4 if dtype == "float32" else 2)
-    assert peak["after"] < largest + GIB
+    assert after < largest + GIB
     # What is really used on top of the libraries themselves: some pieces of a tensor.
-    assert peak["after"] - peak["before"] < GIB // 2
+    assert after - before < GIB // 2

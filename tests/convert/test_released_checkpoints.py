@@ -23,6 +23,7 @@ from peagle_jax.convert.mxfp4 import dequantize
 from peagle_jax.convert.opening import open_config
 from peagle_jax.convert.releases import Release
 from peagle_jax.errors import InputError
+from tests.convert.peak import PEAK
 from tests.convert.test_checking import change_tensor
 from tests.convert.tiny import BF16
 
@@ -286,13 +287,13 @@ def test_logits_of_a_packed_checkpoint_are_transformers_own(write: Any) -> None:
     assert np.abs(np.asarray(found) - expected).max() < 1e-4
 
 
-PEAK = """
-import json, resource, sys
+CONVERT = f"""{PEAK}
+import json, sys
 from peagle_jax.convert.conversion import convert
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = peak()
 convert(sys.argv[1], sys.argv[2])
-after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print(json.dumps([before * 1024, after * 1024]))
+after = peak()
+print(json.dumps([before, after]))
 """
 
 
@@ -307,7 +308,7 @@ def test_memory_does_not_grow_with_the_checkpoint(
     separate = {"num_experts": 48, "moe_intermediate_size": 1024}
     release = scaled[name].scaled(**values, **(experts if name == GPT_OSS_20B else separate))
     source = synthetic.write_release(tmp_path / "source", release)
-    command = [sys.executable, "-c", PEAK, str(source), str(tmp_path / "out")]
+    command = [sys.executable, "-c", CONVERT, str(source), str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     before, after = json.loads(done.stdout)
