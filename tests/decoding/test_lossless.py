@@ -6,17 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import fields, replace
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from peagle_jax import api, batching, runner
 from peagle_jax.batching import Batch
 from peagle_jax.config import SamplingParams
-from peagle_jax.decoding import sampling
-from peagle_jax.models.cache import KVCache
-from peagle_jax.models.decoder import Decoder
 from peagle_jax.runner import Output, Pair
 from tests.decoding import tiny
 from tests.decoding.tiny import PARAMS, Result, Tiny
@@ -95,29 +90,8 @@ def drafted(models: Tiny) -> Callable[[str, int, str], list[Result]]:
 
 
 def test_plain_decoding_is_the_models_own_choice(models: Tiny, plain: list[Result]) -> None:
-    """Against one pass over the whole answer: no cache, no loop, no end conditions."""
-    size = PROMPT_SIZE + NEW_TOKENS
-    network = Decoder(models.target)
-
-    @jax.jit
-    def choices(tokens, table):
-        cache = KVCache.init(models.target.block, len(LENGTHS), size, jnp.float32)
-        start = jnp.zeros(len(LENGTHS), jnp.int32)
-        variables = {"params": models.trees["target"]}
-        hidden = network.apply(variables, tokens, start, cache).hidden
-        logits = network.apply(variables, hidden, method="logits")
-        positions = jnp.broadcast_to(1 + jnp.arange(size), (len(LENGTHS), size))
-        noise = sampling.gumbel_noise(table, positions, tiny.VOCAB)
-        return sampling.choose(sampling.process_logits(logits, table), noise)
-
     for batch, result in zip(batches(), plain, strict=True):
-        tokens = np.zeros((len(LENGTHS), size), np.int32)
-        for row, request in enumerate(batch.requests):
-            whole = [*request.token_ids, *result.row(row)]
-            tokens[row, : len(whole)] = whole
-        chosen = np.asarray(choices(tokens, batch.arrays()[2]))
-        for row, n in enumerate(LENGTHS):
-            assert chosen[row, n - 1 : n - 1 + result.lengths[row]].tolist() == result.row(row)
+        assert tiny.own_choices(models, batch, result) == result.rows()
 
 
 def test_plain_answers_end_where_they_should(plain: list[Result]) -> None:

@@ -279,6 +279,10 @@ def models() -> Tiny:
 
 @pytest.fixture(scope="module")
 def next_logits(models) -> list[np.ndarray]:
+    return logits_after_prompt(models)
+
+
+def logits_after_prompt(models: Tiny) -> list[np.ndarray]:
     """The target's logits after PROMPT, after each next token, after each pair of them."""
     a, b = np.divmod(np.arange(LOOP_VOCAB**2), LOOP_VOCAB)
     tokens = np.column_stack([np.tile(PROMPT, (len(a), 1)), a, b]).astype(np.int32)
@@ -301,6 +305,12 @@ def next_logits(models) -> list[np.ndarray]:
     ("method", "mode"), [("p-eagle", "sample"), ("p-eagle", "greedy"), ("eagle3", "sample")]
 )
 def test_rejection_in_the_loop(method, mode, params, models, next_logits) -> None:
+    assert_distribution(method, mode, params, models, next_logits)
+
+
+def assert_distribution(
+    method: str, mode: str, params: SamplingParams, models: Tiny, next_logits: list[np.ndarray]
+) -> None:
     """Three tokens a request: the prompt's own, and two of the first speculative step(s)."""
     speculator = models.speculator(method, K, draft_sampling=mode, verification="rejection")
     greedy = np.arange(LOOP_ROWS) % 8 == 0

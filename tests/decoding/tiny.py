@@ -10,6 +10,7 @@ So its drafts are accepted and rejected at every position.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ import numpy as np
 
 from peagle_jax.batching import Batch, Request
 from peagle_jax.config import BlockConfig, DrafterConfig, ModelConfig, SamplingParams
-from peagle_jax.decoding import generate
+from peagle_jax.decoding import generate, sampling
 from peagle_jax.decoding.sampling import RequestArrays
 from peagle_jax.decoding.speculate import Speculator
 from peagle_jax.models import decoder, drafter
@@ -253,3 +254,33 @@ def run(
     )
     parts = (tokens, counts, stats.hit_eos, stats.num_drafts, stats.accepted_per_position)
     return Result(*map(np.asarray, parts))
+
+
+def own_choices(tiny: Tiny, batch: Batch, result: Result) -> list[list[int]]:
+    """What the target chooses at every place of the answers in `result`: by one pass over prompt
+    and answer, with no ring, no loop and no end conditions."""
+    requests = batch.requests
+    whole = [[*request.token_ids, *result.row(row)] for row, request in enumerate(requests)]
+    size = batch.prompt_size + batch.max_new_tokens
+    tokens = np.zeros((len(whole), size), np.int32)
+    for row, ids in enumerate(whole):
+        tokens[row, : len(ids)] = ids
+    chosen = np.asarray(_choices(tiny.target, tiny.trees["target"], tokens, batch.arrays()[2]))
+    lengths = [len(request.token_ids) for request in requests]
+    return [
+        chosen[row, n - 1 : len(ids) - 1].tolist()
+        for row, (n, ids) in enumerate(zip(lengths, whole, strict=True))
+    ]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _choices(target: ModelConfig, params: Any, tokens: Any, table: RequestArrays) -> Any:
+    rows, size = tokens.shape
+    network, variables = decoder.Decoder(target), {"params": params}
+    cache = KVCache.init(target.block, rows, size, jnp.float32)
+    start = jnp.zeros(rows, jnp.int32)
+    hidden = network.apply(variables, tokens, start, cache).hidden
+    logits = network.apply(variables, hidden, method="logits")
+    positions = jnp.broadcast_to(1 + jnp.arange(size), (rows, size))
+    noise = sampling.gumbel_noise(table, positions, target.vocab_size)
+    return sampling.choose(sampling.process_logits(logits, table), noise)

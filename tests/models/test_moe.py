@@ -95,9 +95,9 @@ def test_tiles_equal_the_grouped_product(sizes, bias) -> None:
     used = len(of_row)
     of_row = np.pad(of_row, (0, 20 - used), constant_values=EXPERTS - 1).astype(np.int32)
     experts = random_experts(bias)
-    arrays = [jnp.asarray(a) for a in (rows, of_row, np.int32(sizes))]
-    tiles = moe.in_tiles(*arrays, experts, gate=GATES[1], tile=8)
-    grouped = moe.grouped(*arrays, experts, gate=GATES[1])
+    sorted_rows, owners, counts = (jnp.asarray(a) for a in (rows, of_row, np.int32(sizes)))
+    tiles = moe.in_tiles(sorted_rows, owners, counts, experts, gate=GATES[1], tile=8)
+    grouped = moe.grouped(sorted_rows, owners, counts, experts, gate=GATES[1])
     expected = [
         one_expert(r.astype(np.float64), experts, int(e), GATES[1])
         for r, e in zip(rows[:used], of_row, strict=False)
