@@ -51,14 +51,7 @@ FAMILIES = {
 TABLES = (2, 8)  # every parameter set; greedy rows
 
 
-# Those that differ from other tests' targets in numbers alone take their time elsewhere.
-OTHERS = ("qwen2.5", "llama3")
-
-
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(n, marks=pytest.mark.slow if n in OTHERS else ()) for n in FAMILIES],
-)
+@pytest.fixture(scope="module", params=FAMILIES)
 def models(request: pytest.FixtureRequest) -> Tiny:
     return tiny.make(
         draft_vocab_size=16, drafter_layers=4, eos_token_ids=(21,), block=FAMILIES[request.param]
