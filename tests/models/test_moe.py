@@ -142,7 +142,9 @@ ON_MESH = """
 import sys
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from peagle_jax.errors import InputError
 from peagle_jax.models import moe
+from peagle_jax.sharding import partition_specs
 from tests.models.test_moe import GATES, choices, random_experts
 
 cases = [
@@ -170,7 +172,16 @@ for axes, tokens in cases:
     # One sum over the devices, and no weight on its way.
     assert text.count(" all-reduce(") == 1, axes
     assert "all-gather" not in text and "all-to-all" not in text, axes
-print("same")
+
+# As many experts as do not divide among the devices: refused before any weight is placed.
+rules = {"experts": "expert", "mlp": None, "embed": None}
+mesh = jax.make_mesh((4,), ("expert",), (AxisType.Auto,), devices=jax.devices()[:4])
+shape = jax.ShapeDtypeStruct((6, 12, 8), jnp.float32)
+try:
+    partition_specs({"kernel": P("experts", "mlp", "embed")}, {"kernel": shape}, mesh, rules)
+except InputError as error:
+    assert "mesh: expert: found 4, expected a divisor of 6" in str(error), error
+    print("same")
 """
 
 
