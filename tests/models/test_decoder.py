@@ -6,10 +6,10 @@ import dataclasses
 
 import jax
 import pytest
+from flax.traverse_util import flatten_dict
 from jax.sharding import PartitionSpec
 
 from peagle_jax.config import BlockConfig, GateConfig, ModelConfig, MoEConfig
-from peagle_jax.convert.layouts import flatten
 from peagle_jax.errors import InputError
 from peagle_jax.models import decoder
 
@@ -41,7 +41,7 @@ def test_layers_have_the_feed_forward_that_is_theirs() -> None:
     config = ModelConfig(BLOCKS["some-experts"], vocab_size=64, max_positions=32)
     params = decoder.abstract_params(config)
     axes = decoder.logical_axes(config)
-    assert flatten(params).keys() == flatten(axes).keys()
+    assert flatten_dict(params).keys() == flatten_dict(axes).keys()
     assert params["layers_0"]["mlp"]["up_proj"]["kernel"].shape == (48, 32)
     experts = params["layers_1"]["mlp"]["experts"]
     assert experts["up_proj"]["kernel"].shape == (4, 16, 32)
