@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 
 from peagle_jax.errors import InputError
-from peagle_jax.files import sync_folder
+from peagle_jax.files import lock, sync_folder
 
 
 class DurableLines:
@@ -31,7 +30,8 @@ class DurableLines:
         self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         self._close = weakref.finalize(self, os.close, self._handle)
         try:
-            self._lock()
+            if not lock(self._handle):
+                raise InputError(f"{path}: found another process that writes to it, expected none")
             self.size = os.fstat(self._handle).st_size
             sync_folder(path.parent)
         except BaseException:
@@ -73,13 +73,3 @@ class DurableLines:
     def close(self) -> None:
         """Closes the file and lets others write to it."""
         self._close()
-
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InputError(
-                f"{self.path}: found another process that writes to it, expected none"
-            ) from None
-        except OSError:
-            return  # some network file systems have no locks; the file is then unguarded

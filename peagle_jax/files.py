@@ -1,10 +1,12 @@
-"""Files that are whole or not there: written under another name, then renamed."""
+"""Files that are whole or not there, locked, and closed at the end of a block."""
 
 from __future__ import annotations
 
 import os
 import secrets
 from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
 
 
 def replace_file(path: Path, content: bytes) -> None:
@@ -24,6 +26,46 @@ def replace_file(path: Path, content: bytes) -> None:
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def lock(handle: int) -> bool:
+    """Locks an open file until it is closed; False where another process has it.
+
+    True also where nothing can be locked: on some network file systems, and on Windows.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        return True
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+T = TypeVar("T")
+
+
+class Closing:
+    """A context manager that ends with `close`."""
+
+    def close(self) -> None:
+        """Lets go of what is open."""
+        raise NotImplementedError
+
+    def __enter__(self: T) -> T:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
 
 
 def sync_folder(folder: Path) -> None:

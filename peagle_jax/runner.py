@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -163,17 +164,22 @@ def visits(pair: Pair, speculator: Speculator, batch: Batch, *, num_steps: int) 
     )
     begin = time.perf_counter()
     state: DecodeState = prefill(pair.params, prompts, lengths, table)
-    seconds = time.perf_counter() - begin
-    advance, advance_seconds = _compiled(
+    state_shapes = jax.eval_shape(lambda: state)
+    # Behind the first visit: prefill's token need not wait for the steps' program.
+    pool = concurrent.futures.ThreadPoolExecutor(1)
+    compiling = pool.submit(
+        _compiled,
         pair,
         ("advance", speculator, num_steps, *sizes),
         lambda: decode.jit_advance.lower(
-            pair.params, state, table, lengths, num_steps=num_steps, **static
+            pair.params, state_shapes, table, lengths, num_steps=num_steps, **static
         ),
     )
+    pool.shutdown(wait=False)
+    compile_seconds = prefill_seconds
     streams = [TextStream(pair.tokenizer, r.params.stop) for r in batch.requests]
     seen = [0] * len(streams)
-    begin = time.perf_counter() - seconds
+    advance = None
     while True:
         output, emitted, finished, counters = jax.device_get(
             (
@@ -198,10 +204,15 @@ def visits(pair: Pair, speculator: Speculator, batch: Batch, *, num_steps: int) 
             [output[row, : emitted[row]].tolist() for row in range(len(streams))],
             bool(over.all()),
             time.perf_counter() - begin,
-            prefill_seconds + advance_seconds,
+            compile_seconds,
         )
         if over.all():
             return
+        if advance is None:
+            waiting = time.perf_counter()
+            advance, seconds = compiling.result()
+            compile_seconds += seconds
+            begin += time.perf_counter() - waiting
         if (over != finished).any():
             state = dataclasses.replace(state, finished=jax.numpy.asarray(over))
         state = advance(pair.params, state, table, lengths)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -51,6 +53,30 @@ def _write_rows(cache: Array, rows: Array, start: Array) -> Array:
 
 
 def _write_ring(cache: Array, rows: Array, start: Array) -> Array:
-    slot = (start[:, None] + jnp.arange(rows.shape[1])) % cache.shape[2]
-    sequence = jnp.arange(cache.shape[0])[:, None]
-    return cache.at[sequence, :, slot].set(rows.astype(cache.dtype))
+    """Two slice updates: the rows up to the ring's end, and those that come round.
+
+    Both take whole blocks of `rows` slots, so that their sizes are static; where a block
+    holds no new row it writes back what was there.
+    """
+    count, capacity = rows.shape[1], cache.shape[2]
+    rows = jnp.swapaxes(rows, 1, 2).astype(cache.dtype)
+    slot = start % capacity
+    at = jnp.minimum(slot, capacity - count)
+    round_ = slot - at  # how many rows come round
+    index = jnp.arange(count)
+    source = (index - round_[:, None]) % count
+    turned = jnp.take_along_axis(rows, source[:, None, :, None], axis=2)
+    comes_round = (index < round_[:, None])[:, None, :, None]
+
+    def write(ring: Array, turned: Array, comes_round: Array, at: Array) -> Array:
+        shape = turned.shape
+        for begin, old in ((at, comes_round), (jnp.zeros_like(at), ~comes_round)):
+            place: list[Any] = [0] * (ring.ndim - 2) + [begin, 0]
+            there = jax.lax.dynamic_slice(ring, place, shape)
+            block = jnp.where(old, there, turned)
+            ring = jax.lax.dynamic_update_slice(ring, block, place)
+        return ring
+
+    if cache.shape[0] == 1:
+        return write(cache, turned, comes_round, at[0])
+    return jax.vmap(write)(cache, turned, comes_round, at)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import sys
 from pathlib import Path
 
+from peagle_jax.commands.options import (
+    add_batch_size,
+    add_model,
+    add_raw,
+    add_sampling,
+    sampling_params,
+)
 from peagle_jax.commands.progress import progress_bar
 from peagle_jax.commands.prompts import read_records
-from peagle_jax.config import SamplingParams
 from peagle_jax.errors import InputError
 
 HELP = "let a target answer prompts: training text for a drafter"
@@ -19,9 +24,7 @@ HELP = "let a target answer prompts: training text for a drafter"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `peagle distill`."""
-    parser.add_argument(
-        "--model", default="smollm2", help="target: a name, folder or hub repository (%(default)s)"
-    )
+    add_model(parser)
     parser.add_argument(
         "--prompts", type=Path, metavar="FILE.jsonl", help="prompts to answer (see peagle generate)"
     )
@@ -40,34 +43,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder of the answers; where it exists the run goes on",
     )
     parser.add_argument("--limit", type=int, metavar="N", help="only the file's first N prompts")
-    parser.add_argument(
-        "--raw", action="store_true", help="give prompts as they are, without the chat template"
-    )
-    parser.add_argument("--batch-size", type=int, default=32, metavar="N", help="(%(default)s)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of the target")
-
-    sampling = parser.add_argument_group("sampling")
-    sampling.add_argument("--temperature", type=float, default=0.0, help="0 = greedy (%(default)s)")
-    sampling.add_argument("--top-k", type=int, default=0, help="0 = all (%(default)s)")
-    sampling.add_argument("--top-p", type=float, default=1.0, help="(%(default)s)")
-    sampling.add_argument("--min-p", type=float, default=0.0, help="(%(default)s)")
-    sampling.add_argument("--seed", type=int, default=0, help="of the whole run (%(default)s)")
-    sampling.add_argument(
-        "--max-new-tokens", type=int, default=256, help="of an answer (%(default)s)"
-    )
+    add_raw(parser)
+    add_batch_size(parser, 32)
+    add_sampling(parser.add_argument_group("sampling"), max_new_tokens=256, seed=0)
     parser.add_argument("--json", action="store_true", help="print the statistics as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     """Answers what is missing in the folder."""
-    params = SamplingParams(
-        max_new_tokens=args.max_new_tokens,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        min_p=args.min_p,
-        seed=args.seed,
-    )
+    params = sampling_params(args)
     for option, found, least in (
         ("--self-prompt", args.self_prompt, 0),
         ("--batch-size", args.batch_size, 1),
@@ -85,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     questions = [Question(r.id, r.prompt, r.source or "", r.category or "") for r in records]
     questions += self_prompts(args.self_prompt)
     pair = api.load(target=args.model, drafter=None, dtype=args.dtype)
-    with progress_bar("prompts") if questions else contextlib.nullcontext() as progress:
+    with progress_bar("prompts") as progress:
         done = distill(
             pair,
             questions,

@@ -8,6 +8,7 @@ import json
 import sys
 from pathlib import Path
 
+from peagle_jax.commands.options import add_batch_size, add_drafter, add_model
 from peagle_jax.commands.progress import progress_bar
 from peagle_jax.commands.prompts import read_records
 from peagle_jax.config import METHODS, SamplingParams, check_num_draft_tokens
@@ -19,23 +20,12 @@ HELP = "measure a drafter's acceptance length on prompts"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `peagle eval`."""
     models = parser.add_argument_group("models")
-    models.add_argument(
-        "--model", default="smollm2", help="target: a name, folder or hub repository (%(default)s)"
-    )
-    models.add_argument(
-        "--drafter",
-        default="auto",
-        help="drafter: a folder or hub repository (the one that ships for the model, if any)",
-    )
+    add_model(models)
+    add_drafter(models)
     models.add_argument(
         "--method",
         choices=tuple(method for method in METHODS if method != "none"),
         help="how to draft (the drafter's own)",
-    )
-    models.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16"),
-        help="dtype of weights and activations (float32 on CPU, bfloat16 on TPU and GPU)",
     )
 
     prompts = parser.add_argument_group("prompts")
@@ -68,9 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     decoding.add_argument(
         "--seed", type=int, default=0, metavar="INT", help="of the first prompt (%(default)s)"
     )
-    decoding.add_argument(
-        "--batch-size", type=int, default=8, metavar="N", help="prompts at a time (%(default)s)"
-    )
+    add_batch_size(decoding, 8)
     decoding.add_argument(
         "--check-identical",
         action="store_true",

@@ -10,6 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from peagle_jax.commands.options import (
+    add_batch_size,
+    add_drafter,
+    add_model,
+    add_raw,
+    add_sampling,
+    sampling_params,
+)
 from peagle_jax.commands.progress import progress_bar
 from peagle_jax.commands.prompts import read_prompts
 from peagle_jax.config import (
@@ -36,24 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE.jsonl",
         help="many prompts: strings, or objects with prompt, messages or token_ids",
     )
-    parser.add_argument(
-        "--raw", action="store_true", help="give the prompt as it is, without the chat template"
-    )
+    add_raw(parser)
 
     models = parser.add_argument_group("models")
-    models.add_argument(
-        "--model", default="smollm2", help="target: a name, folder or hub repository (%(default)s)"
-    )
-    models.add_argument(
-        "--drafter",
-        default="auto",
-        help="drafter: a folder or hub repository (the one that ships for the model, if any)",
-    )
-    models.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16"),
-        help="dtype of weights and activations (float32 on CPU, bfloat16 on TPU and GPU)",
-    )
+    add_model(models)
+    add_drafter(models)
 
     drafting = parser.add_argument_group("drafting")
     drafting.add_argument(
@@ -74,27 +69,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="coupled",
         help="coupled = the same tokens as plain sampling with that seed (%(default)s)",
     )
-    drafting.add_argument(
-        "--batch-size", type=int, default=8, metavar="N", help="prompts at a time (%(default)s)"
-    )
+    add_batch_size(drafting, 8)
 
-    defaults = SamplingParams()
     sampling = parser.add_argument_group("sampling")
-    for option, kind, text in (
-        ("temperature", float, "0 = greedy"),
-        ("top-k", int, "keep the k likeliest tokens, 0 = all"),
-        ("top-p", float, "keep the likeliest tokens that reach this probability"),
-        ("min-p", float, "drop tokens under this fraction of the likeliest"),
-        ("max-new-tokens", int, "end after this many tokens"),
-    ):
-        sampling.add_argument(
-            f"--{option}",
-            type=kind,
-            default=getattr(defaults, option.replace("-", "_")),
-            metavar=kind.__name__.upper(),
-            help=f"{text} (%(default)s)",
-        )
-    sampling.add_argument("--seed", type=int, metavar="INT", help="makes sampling repeatable")
+    add_sampling(sampling, max_new_tokens=SamplingParams().max_new_tokens, seed=None)
     sampling.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end before it; repeatable"
     )
@@ -106,15 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Answers the prompts. All that needs no model is checked before one is loaded."""
-    params = SamplingParams(
-        max_new_tokens=args.max_new_tokens,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        min_p=args.min_p,
-        seed=args.seed,
-        stop=tuple(args.stop),
-    )
+    params = sampling_params(args, tuple(args.stop))
     check_num_draft_tokens(args.num_draft_tokens)
     if args.batch_size < 1:
         raise InputError(f"--batch-size: found {args.batch_size}, expected 1 or more")

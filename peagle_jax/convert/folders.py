@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
+from peagle_jax.durable_lines import DurableLines
 from peagle_jax.errors import InputError
+from peagle_jax.files import Closing, lock
 
 _JOURNAL, _LOCK = "journal.jsonl", "lock"
 _SLACK = 16 << 20  # bytes for metadata, and a hundredth of the data for the file system
@@ -37,7 +36,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
             shutil.rmtree(partial, ignore_errors=True)
 
 
-class Journal:
+class Journal(Closing):
     """What a resumable piece of work has done, one line a step, in the folder it fills.
 
     Attributes:
@@ -50,39 +49,22 @@ class Journal:
         self.done: dict[str, Any] = {}
         path = folder / _JOURNAL
         head = {"plan": hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()}
-        lines = _whole_lines(path)
-        if lines[:1] == [head]:
-            for line in lines[1:]:
-                self.done |= line
-        else:
+        if not _begins_with(path, _line(head)):
             _clear(folder)
-            path.unlink(missing_ok=True)
-        self._file = path.open("a", encoding="utf-8")
-        if lines[:1] != [head]:
-            self._write(head)
-        elif path.read_bytes()[-1:] != b"\n":  # killed while it wrote a line
-            self._file.write("\n")
+        self._lines = DurableLines(path)
+        self._lines.recover(lambda line, where: self.done.update(json.loads(line)))
+        self.done.pop("plan", None)
+        if not self._lines.size:
+            self._lines.append(_line(head))
 
     def add(self, step: str, result: Any = True) -> None:
         """Notes that `step` is finished, safely so when this returns."""
         self.done[step] = result
-        self._write({step: result})
+        self._lines.append(_line({step: result}))
 
-    def _write(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
-
-    def __enter__(self) -> Journal:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        self._file.close()
+    def close(self) -> None:
+        """Closes the file."""
+        self._lines.close()
 
 
 @contextmanager
@@ -145,12 +127,15 @@ def _clear(folder: Path) -> None:
             path.unlink()
 
 
-def _whole_lines(path: Path) -> list[dict[str, Any]]:
-    lines = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        with contextlib.suppress(json.JSONDecodeError):
-            lines.append(json.loads(line))
-    return lines
+def _line(value: dict[str, Any]) -> bytes:
+    return f"{json.dumps(value)}\n".encode()
+
+
+def _begins_with(path: Path, line: bytes) -> bool:
+    if not path.exists():
+        return False
+    with path.open("rb") as file:
+        return file.readline() == line
 
 
 @contextmanager
@@ -166,13 +151,6 @@ def _as_input_error(folder: Path) -> Iterator[None]:
 @contextmanager
 def _locked(path: Path, folder: Path) -> Iterator[None]:
     with path.open("w") as file:
-        try:
-            import fcntl
-        except ImportError:  # Windows: two conversions into one folder are not told apart
-            yield
-            return
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InputError(f"{folder}: found another conversion at work, expected none") from None
+        if not lock(file.fileno()):
+            raise InputError(f"{folder}: found another conversion at work, expected none")
         yield

@@ -12,6 +12,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
+from flax import struct
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.verify_attention import verify_attention
@@ -71,30 +72,34 @@ class Attention(nn.Module):
         return o_proj(out), carried
 
 
-def attend_cached(
-    cache: LayerCache,
-    start: Int[Array, "batch"],
-    window: int | None,
-    counts: Int[Array, "batch"] | None = None,
-) -> Attend:
+@struct.dataclass
+class CachedAttend:
     """Attention of new rows at positions `start ..` over the cache they are written to.
 
-    `counts`: how many of a sequence's rows are real, the rest being padding; None = all. In
-    a ring padding must not be written, and a call of more rows than its slots allow attends
-    to the window before it and to its own rows.
+    A pytree, so that layers alike share one trace (see `block.run_block`).
+
+    window: sliding window in tokens; None = all positions.
+    counts: how many of a sequence's rows are real, the rest being padding; None = all. In
+        a ring padding must not be written, and a call of more rows than its slots allow
+        attends to the window before it and to its own rows.
     """
 
-    def attend(
-        q: Array, k: Array, v: Array, sinks: Array | None = None
+    cache: LayerCache
+    start: Int[Array, "batch"]
+    window: int | None = struct.field(pytree_node=False)
+    counts: Int[Array, "batch"] | None = None
+
+    def __call__(
+        self, q: Array, k: Array, v: Array, sinks: Array | None = None
     ) -> tuple[Array, LayerCache]:
-        rows = q.shape[1]
-        if cache.ring and window and (counts is not None or window - 1 + rows > cache.capacity):
-            real = jnp.full_like(start, rows) if counts is None else counts
+        """The output rows, and the cache with the new keys and values."""
+        cache, start, window, rows = self.cache, self.start, self.window, q.shape[1]
+        overfull = window is not None and window - 1 + rows > cache.capacity
+        if cache.ring and window and (self.counts is not None or overfull):
+            real = jnp.full_like(start, rows) if self.counts is None else self.counts
             written = cache.write_some(start, real, k, v)
             seen = cache.beside(start, window, k, v)
         else:
             seen = written = cache.write(start, k, v)
         out = verify_attention(q, seen.keys, seen.values, start, window=window, sinks=sinks)
         return out, written
-
-    return attend

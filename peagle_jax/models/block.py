@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import flax.linen as nn
+import jax
 from jaxtyping import Array, Float
 
 from peagle_jax.config import BlockConfig, MoEConfig
@@ -39,3 +41,25 @@ class Block(nn.Module):
         out, carried = self.self_attn(self.input_layernorm(x), rope, attend)
         x = x + out
         return x + self.mlp(self.post_attention_layernorm(x)), carried
+
+
+def run_block(
+    block: Block, x: Float[Array, "batch rows hidden"], rope: Rope, attend: Attend
+) -> tuple[Float[Array, "batch rows hidden"], Any]:
+    """`block(x, rope, attend)`, traced once for all the layers alike in a network.
+
+    Tracing thirty layers one by one is much of the time to a first token. XLA inlines the
+    calls: what it compiles is the same. Only an Attend that is a pytree can be shared, a
+    closure holds one layer's own arrays.
+    """
+    if block.is_initializing() or jax.tree_util.all_leaves([attend]):
+        return block(x, rope, attend)
+    alone = block.clone(parent=None, name=None)
+    return _run_alone(alone, block.variables["params"], x, rope, attend)
+
+
+@functools.partial(jax.jit, static_argnames="block")
+def _run_alone(
+    block: Block, params: Any, x: Array, rope: Rope, attend: Attend
+) -> tuple[Array, Any]:
+    return block.apply({"params": params}, x, rope, attend)

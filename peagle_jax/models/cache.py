@@ -17,11 +17,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.cache_write import write_cache
 from peagle_jax.config import BlockConfig
 
 _RING_TILE = 8  # a ring has a multiple of so many slots
@@ -52,10 +52,16 @@ class LayerCache:
         `required_capacity` in decoding/speculate.py): out of range, XLA would clip the index
         silently and overwrite valid slots.
         """
-        write = _write_ring if self.ring else _write_rows
-        return dataclasses.replace(
-            self, keys=write(self.keys, keys, start), values=write(self.values, values, start)
+        written = write_cache(
+            self.keys,
+            self.values,
+            keys,
+            values,
+            start,
+            ring=self.ring,
+            implementation="reference",  # XLA updates the loop's cache in place
         )
+        return dataclasses.replace(self, keys=written[0], values=written[1])
 
     def write_some(
         self,
@@ -145,52 +151,3 @@ class KVCache:
 def _held(slot: Array, last: Array, capacity: int) -> Array:
     """The newest position up to `last` that a ring's slot stands for; below 0 = none."""
     return last - (last - slot) % capacity
-
-
-def _write_rows(
-    cache: Float[Array, "batch kv_heads capacity dim"],
-    rows: Float[Array, "batch rows kv_heads dim"],
-    start: Int[Array, "batch"],
-) -> Float[Array, "batch kv_heads capacity dim"]:
-    rows = jnp.swapaxes(rows, 1, 2).astype(cache.dtype)
-    if cache.shape[0] == 1:
-        # One slice update; the batched form below becomes a scatter loop.
-        return jax.lax.dynamic_update_slice(cache, rows, (0, 0, start[0], 0))
-    return jax.vmap(lambda c, r, s: jax.lax.dynamic_update_slice(c, r, (0, s, 0)))(
-        cache, rows, start
-    )
-
-
-def _write_ring(
-    ring: Float[Array, "batch kv_heads capacity dim"],
-    rows: Float[Array, "batch rows kv_heads dim"],
-    start: Int[Array, "batch"],
-) -> Float[Array, "batch kv_heads capacity dim"]:
-    """Two slice updates: the rows up to the ring's end, and those that come round.
-
-    Both take whole blocks of `rows` slots, so that their sizes are static; where a block
-    holds no new row it writes back what was there.
-    """
-    count, capacity = rows.shape[1], ring.shape[2]
-    rows = jnp.swapaxes(rows, 1, 2).astype(ring.dtype)
-    slot = start % capacity
-    at = jnp.minimum(slot, capacity - count)
-    round_ = slot - at  # how many rows come round
-    index = jnp.arange(count)
-    turned = jnp.take_along_axis(
-        rows, ((index - round_[:, None]) % count)[:, None, :, None], axis=2
-    )
-    comes_round = (index < round_[:, None])[:, None, :, None]
-
-    def write(ring: Array, turned: Array, comes_round: Array, at: Array) -> Array:
-        shape = turned.shape
-        for begin, old in ((at, comes_round), (jnp.zeros_like(at), ~comes_round)):
-            place: list[Any] = [0] * (ring.ndim - 2) + [begin, 0]
-            there = jax.lax.dynamic_slice(ring, place, shape)
-            block = jnp.where(old, there, turned)
-            ring = jax.lax.dynamic_update_slice(ring, block, place)
-        return ring
-
-    if ring.shape[0] == 1:
-        return write(ring, turned, comes_round, at[0])
-    return jax.vmap(write)(ring, turned, comes_round, at)

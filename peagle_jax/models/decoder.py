@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -13,8 +13,8 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from peagle_jax.config import ModelConfig
-from peagle_jax.models.attention import Attend, attend_cached
-from peagle_jax.models.block import Block
+from peagle_jax.models.attention import Attend, CachedAttend
+from peagle_jax.models.block import Block, run_block
 from peagle_jax.models.cache import KVCache
 from peagle_jax.models.layers import (
     Embed,
@@ -74,7 +74,7 @@ class Decoder(nn.Module):
         """
         positions = start[:, None] + jnp.arange(tokens.shape[1])
         attends = [
-            attend_cached(layer, start, self.config.block.window(index), counts)
+            CachedAttend(layer, start, self.config.block.window(index), counts)
             for index, layer in enumerate(cache.layers)
         ]
         hidden, features, written = self.run_layers(tokens, positions, attends, aux_layer_ids)
@@ -84,7 +84,7 @@ class Decoder(nn.Module):
         self,
         tokens: Int[Array, "batch rows"],
         positions: Int[Array, "batch rows"],
-        attends: list[Attend],
+        attends: Sequence[Attend],
         aux_layer_ids: tuple[int, ...] = (),
     ) -> tuple[Float[Array, "batch rows hidden"], Float[Array, "batch rows features"], list[Any]]:
         """A pass with an Attend for each layer: the seam that training uses.
@@ -97,7 +97,7 @@ class Decoder(nn.Module):
         streams, carried = [x], []
         for index, (layer, attend) in enumerate(zip(self.layers, attends, strict=True)):
             with jax.named_scope(f"layer_{index}"):
-                x, layer_carried = layer(x, rope, attend)
+                x, layer_carried = run_block(layer, x, rope, attend)
             streams.append(x)
             carried.append(layer_carried)
         hidden = self.norm(x)

@@ -8,6 +8,7 @@ How rows are laid out in a draft step is decided in decoding/speculate.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from peagle_jax.config import BlockConfig, DrafterConfig
-from peagle_jax.models.attention import Attend, Attention, attend_cached
+from peagle_jax.models.attention import Attend, Attention, CachedAttend
 from peagle_jax.models.block import Block, Rope
 from peagle_jax.models.cache import KVCache
 from peagle_jax.models.layers import (
@@ -140,14 +141,14 @@ class Drafter(nn.Module):
         counts: Int[Array, "batch"] | None = None,
     ) -> tuple[Float[Array, "batch rows hidden"], KVCache]:
         """Rows at positions `start[b] ..`, `features` already projected; `counts` as in
-        `attend_cached`.
+        `CachedAttend`.
 
         Returns the residual stream before the final norm, and the cache.
         """
         positions = start[:, None] + jnp.arange(embeddings.shape[1])
         windows = [self.config.block.window(i) for i in range(len(self.layers))]
         attends = [
-            attend_cached(layer, start, window, counts)
+            CachedAttend(layer, start, window, counts)
             for layer, window in zip(cache.layers, windows, strict=True)
         ]
         stream, written = self.run_layers(embeddings, features, positions, attends)
@@ -158,7 +159,7 @@ class Drafter(nn.Module):
         embeddings: Float[Array, "batch rows hidden"],
         features: Float[Array, "batch rows hidden"],
         positions: Int[Array, "batch rows"],
-        attends: list[Attend],
+        attends: Sequence[Attend],
     ) -> tuple[Float[Array, "batch rows hidden"], list[Any]]:
         """The layers alone, an Attend for each: the seam that training uses."""
         block = self.config.block

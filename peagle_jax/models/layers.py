@@ -78,7 +78,7 @@ def argmax_out_in(
     x: Float[Array, "*rows in"], kernel: Float[Array, "out in"], scale: float = 1.0
 ) -> Int[Array, "*rows"]:
     """The int32 argmax of `matmul_out_in(x, kernel) * scale`, without turning the product
-    to rows first: over a vocabulary that copy costs as much as reading the head's weights."""
+    to rows first: over a vocabulary that copy is slow (docs/design.md)."""
     best = jnp.argmax(_product(x, kernel) * scale, axis=0)
     return best.astype(jnp.int32).reshape(x.shape[:-1])
 

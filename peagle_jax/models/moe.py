@@ -214,14 +214,13 @@ def mix(
     rows = x[order // per_token]
     if tokens <= TILE:
         tile = -(-tokens // ROW_TILE) * ROW_TILE
-        out = in_tiles(rows, of_row, sizes, experts, gate=gate, tile=tile)
+        out = in_tiles(rows, sizes, experts, gate=gate, tile=tile)
     else:
         out = jax.lax.platform_dependent(
             rows,
-            of_row,
             sizes,
             experts,
-            tpu=functools.partial(grouped, gate=gate),
+            tpu=functools.partial(grouped, of_row=of_row, gate=gate),
             default=functools.partial(in_tiles, gate=gate, tile=TILE),
         )
     by_token = out[jnp.argsort(order)].reshape(tokens, per_token, -1)
@@ -231,7 +230,6 @@ def mix(
 
 def in_tiles(
     rows: Float[Array, "pairs hidden"],
-    of_row: Int[Array, "pairs"],
     sizes: Int[Array, "experts"],
     experts: ExpertParams,
     *,
@@ -243,9 +241,7 @@ def in_tiles(
     Args:
       rows: sorted by expert; `sizes[e]` of them are expert e's. Rows past their sum come out
         as anything finite.
-      of_row: the expert of each row.
     """
-    del of_row
     tiles = -(-sizes // tile)
     ends = jnp.cumsum(tiles)
     first_rows = jnp.cumsum(sizes) - sizes
@@ -275,13 +271,13 @@ def in_tiles(
 
 def grouped(
     rows: Float[Array, "pairs hidden"],
-    of_row: Int[Array, "pairs"],
     sizes: Int[Array, "experts"],
     experts: ExpertParams,
     *,
+    of_row: Int[Array, "pairs"],
     gate: GateConfig,
 ) -> Float[Array, "pairs hidden"]:
-    """`in_tiles` as grouped matrix products over all rows."""
+    """`in_tiles` as grouped matrix products over all rows; `of_row` is each row's expert."""
 
     def each(linear: ExpertLinear, x: Array) -> Array:
         y = jax.lax.ragged_dot_general(

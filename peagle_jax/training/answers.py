@@ -16,13 +16,12 @@ import weakref
 from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, get_args
 
 from peagle_jax.convert.base_reader import one_line, read_json
 from peagle_jax.durable_lines import DurableLines
 from peagle_jax.errors import InputError
-from peagle_jax.files import replace_file
+from peagle_jax.files import Closing, replace_file
 from peagle_jax.json_values import differences, found_under
 
 ANSWERS = "answers.jsonl"
@@ -143,7 +142,7 @@ class AnswersFile:
         return f"{self.path}:{index + 1}"
 
 
-class AnswersWriter:
+class AnswersWriter(Closing):
     """Adds answers to a folder, durably; a context manager.
 
     Opening makes the folder or goes on with one that is there: what a stopped run left of a
@@ -198,17 +197,6 @@ class AnswersWriter:
     def close(self) -> None:
         """Closes the file and lets others write to the folder."""
         self._lines.close()
-
-    def __enter__(self) -> AnswersWriter:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _open_meta(self, meta: AnswersMeta) -> None:
         """Writes meta.json, or holds the one that is there against `meta`."""

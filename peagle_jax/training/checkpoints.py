@@ -8,11 +8,12 @@ import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+
+from peagle_jax.files import Closing
 
 _DELETED = ".deleted"  # old checkpoints are renamed into it at once, then removed
 _UNFINISHED = "*.orbax-checkpoint-tmp"
@@ -32,7 +33,7 @@ class Restored:
     progress: dict[str, Any]
 
 
-class Checkpoints:
+class Checkpoints(Closing):
     """Checkpoints in a folder, by step; a context manager.
 
     The last `keep` stay, and the one whose drafts were accepted best. A save that was
@@ -146,17 +147,6 @@ class Checkpoints:
             self._remove(_UNFINISHED)
         self._remove(_DELETED)
         self._logger.setLevel(self._level)
-
-    def __enter__(self) -> Checkpoints:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _failed(self, error: Exception) -> CheckpointError:
         self._remove(_UNFINISHED)  # it takes room that the next save may need

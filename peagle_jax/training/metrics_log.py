@@ -7,18 +7,17 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 from peagle_jax.errors import InputError
-from peagle_jax.files import replace_file
+from peagle_jax.files import Closing, replace_file
 
 METRICS = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
 Kind = Literal["step", "evaluation"]
 
 
-class MetricsLog:
+class MetricsLog(Closing):
     """Writes a run's metrics; a context manager.
 
     A line is a JSON object with `kind`, "step" or "evaluation", and `step`, the number of
@@ -73,17 +72,6 @@ class MetricsLog:
         self._file.close()
         if self._writer is not None:
             self._writer.close()
-
-    def __enter__(self) -> MetricsLog:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def read_metrics(folder: Path, kind: Kind) -> list[dict[str, Any]]:

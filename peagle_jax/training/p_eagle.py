@@ -38,8 +38,8 @@ class PEagleObjective:
 
     drafter: DrafterConfig
     target: ModelConfig
-    sampling: ChainSampling = ChainSampling()  # noqa: RUF009  # frozen
-    loss: LossConfig = LossConfig()  # noqa: RUF009
+    sampling: ChainSampling = dataclasses.field(default_factory=ChainSampling)
+    loss: LossConfig = dataclasses.field(default_factory=LossConfig)
     dtype: str = "float32"
     implementation: Implementation | None = None
 

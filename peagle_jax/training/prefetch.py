@@ -5,14 +5,15 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Generic, TypeVar
+
+from peagle_jax.files import Closing
 
 T = TypeVar("T")
 _POLL_SECONDS = 0.1
 
 
-class Prefetch(Generic[T]):
+class Prefetch(Closing, Generic[T]):
     """An iterator over what `make` returns, called ahead of need in a thread of its own.
 
     `make` ends the iteration by raising StopIteration; another error is raised from `next`
@@ -43,17 +44,6 @@ class Prefetch(Generic[T]):
         """Ends the thread; what it had made is dropped."""
         self._stop.set()
         self._thread.join()
-
-    def __enter__(self) -> Prefetch[T]:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _fill(self) -> None:
         while not self._stop.is_set():

@@ -11,7 +11,6 @@ RUN/final/        the drafter at the end, or as it was when a signal ended the r
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,7 +28,7 @@ from peagle_jax.convert.in_memory import write_drafter
 from peagle_jax.convert.opening import open_checkpoint, open_config
 from peagle_jax.convert.sources import RUN_CONFIG
 from peagle_jax.errors import InputError
-from peagle_jax.files import replace_file
+from peagle_jax.files import lock, replace_file
 from peagle_jax.models import decoder as decoder_model
 from peagle_jax.models import drafter as drafter_model
 from peagle_jax.runner import Pair
@@ -325,12 +324,10 @@ def _locked(folder: Path) -> Iterator[None]:
     """Makes the folder, and keeps other processes from training in it."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / _LOCK).open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not lock(file.fileno()):
             raise InputError(
                 f"{folder}: found another process training here, expected one at a time"
-            ) from None
+            )
         yield
 
 

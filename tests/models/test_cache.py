@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from peagle_jax.config import BlockConfig
-from peagle_jax.models.attention import attend_cached
+from peagle_jax.models.attention import CachedAttend
 from peagle_jax.models.cache import KVCache
 
 WINDOW, CAPACITY, K = 6, 128, 3
@@ -70,7 +70,7 @@ def autoregressive_drafts(n: np.ndarray, rng: np.random.Generator) -> Iterator[C
 @partial(jax.jit, static_argnames="window")
 def attend_both(caches, start, counts, q, k, v, sinks, window):
     outs, written = zip(
-        *(attend_cached(cache, start, window, counts)(q, k, v, sinks) for cache in caches),
+        *(CachedAttend(cache, start, window, counts)(q, k, v, sinks) for cache in caches),
         strict=True,
     )
     return outs, written
@@ -125,7 +125,7 @@ def test_a_sink_takes_its_share() -> None:
     q, v = jnp.zeros((1, 1, 4, 4)), jnp.ones((1, 1, 2, 4))
     sinks = jnp.array([0.0, jnp.log(3.0), -1e9, 1e9])
     start = jnp.zeros(1, jnp.int32)
-    out, _ = attend_cached(cache, start, None)(q, jnp.ones((1, 1, 2, 4)), v, sinks)
+    out, _ = CachedAttend(cache, start, None)(q, jnp.ones((1, 1, 2, 4)), v, sinks)
     np.testing.assert_allclose(out[0, 0, :, 0], [0.5, 0.25, 1.0, 0.0], atol=1e-6)
 
 

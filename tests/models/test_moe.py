@@ -96,8 +96,8 @@ def test_tiles_equal_the_grouped_product(sizes, bias) -> None:
     of_row = np.pad(of_row, (0, 20 - used), constant_values=EXPERTS - 1).astype(np.int32)
     experts = random_experts(bias)
     sorted_rows, owners, counts = (jnp.asarray(a) for a in (rows, of_row, np.int32(sizes)))
-    tiles = moe.in_tiles(sorted_rows, owners, counts, experts, gate=GATES[1], tile=8)
-    grouped = moe.grouped(sorted_rows, owners, counts, experts, gate=GATES[1])
+    tiles = moe.in_tiles(sorted_rows, counts, experts, gate=GATES[1], tile=8)
+    grouped = moe.grouped(sorted_rows, counts, experts, of_row=owners, gate=GATES[1])
     expected = [
         one_expert(r.astype(np.float64), experts, int(e), GATES[1])
         for r, e in zip(rows[:used], of_row, strict=False)

@@ -1,0 +1,85 @@
+"""Options that several commands have, declared once: `Group.add_argument` calls by name."""
+
+from __future__ import annotations
+
+import argparse
+
+from peagle_jax.config import SamplingParams
+
+# What add_argument makes: a parser, or a group of its options.
+Options = argparse._ActionsContainer
+
+
+def add_model(options: Options) -> None:
+    """`--model` and `--dtype`: the target."""
+    options.add_argument(
+        "--model", default="smollm2", help="target: a name, folder or hub repository (%(default)s)"
+    )
+    options.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="dtype of weights and activations (float32 on CPU, bfloat16 on TPU and GPU)",
+    )
+
+
+def add_drafter(options: Options) -> None:
+    """`--drafter`."""
+    options.add_argument(
+        "--drafter",
+        default="auto",
+        help="drafter: a folder or hub repository (the one that ships for the model, if any)",
+    )
+
+
+def add_raw(options: Options) -> None:
+    """`--raw`."""
+    options.add_argument(
+        "--raw", action="store_true", help="give prompts as they are, without the chat template"
+    )
+
+
+def add_batch_size(options: Options, default: int) -> None:
+    """`--batch-size`."""
+    options.add_argument(
+        "--batch-size",
+        type=int,
+        default=default,
+        metavar="N",
+        help="prompts at a time (%(default)s)",
+    )
+
+
+def add_sampling(options: Options, *, max_new_tokens: int, seed: int | None) -> None:
+    """`--temperature`, the filters, `--max-new-tokens` and `--seed`, whose default may be
+    None: drawn anew each time."""
+    defaults = SamplingParams(max_new_tokens=max_new_tokens)
+    for option, kind, text in (
+        ("temperature", float, "0 = greedy"),
+        ("top-k", int, "keep the k likeliest tokens, 0 = all"),
+        ("top-p", float, "keep the likeliest tokens that reach this probability"),
+        ("min-p", float, "drop tokens under this fraction of the likeliest"),
+        ("max-new-tokens", int, "end after this many tokens"),
+    ):
+        options.add_argument(
+            f"--{option}",
+            type=kind,
+            default=getattr(defaults, option.replace("-", "_")),
+            metavar=kind.__name__.upper(),
+            help=f"{text} (%(default)s)",
+        )
+    options.add_argument(
+        "--seed", type=int, default=seed, metavar="INT", help="makes sampling repeatable"
+    )
+
+
+def sampling_params(args: argparse.Namespace, stop: tuple[str, ...] = ()) -> SamplingParams:
+    """What `add_sampling`'s options ask for; raises InputError where they are out of range."""
+    return SamplingParams(
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        seed=args.seed,
+        stop=stop,
+    )
