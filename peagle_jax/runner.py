@@ -78,8 +78,8 @@ def run_requests(
 def run_whole(pair: Pair, speculator: Speculator, batch: Batch) -> list[Output]:
     """One compiled call for the whole batch."""
     prompts, lengths, table = batch.arrays()
-    run, compile_seconds = _compiled(
-        pair,
+    run, compile_seconds = compiled(
+        pair.compiled,
         ("whole", speculator, batch.rows, batch.prompt_size, batch.max_new_tokens),
         lambda: decode.jit_generate_tokens.lower(
             pair.params,
@@ -157,8 +157,8 @@ def visits(pair: Pair, speculator: Speculator, batch: Batch, *, num_steps: int) 
     prompts, lengths, table = batch.arrays()
     sizes = (batch.rows, batch.prompt_size, batch.max_new_tokens)
     static = {"speculator": speculator, "max_new_tokens": batch.max_new_tokens}
-    prefill, prefill_seconds = _compiled(
-        pair,
+    prefill, prefill_seconds = compiled(
+        pair.compiled,
         ("prefill", speculator, *sizes),
         lambda: decode.jit_prefill.lower(pair.params, prompts, lengths, table, **static),
     )
@@ -168,8 +168,8 @@ def visits(pair: Pair, speculator: Speculator, batch: Batch, *, num_steps: int) 
     # Behind the first visit: prefill's token need not wait for the steps' program.
     pool = concurrent.futures.ThreadPoolExecutor(1)
     compiling = pool.submit(
-        _compiled,
-        pair,
+        compiled,
+        pair.compiled,
         ("advance", speculator, num_steps, *sizes),
         lambda: decode.jit_advance.lower(
             pair.params, state_shapes, table, lengths, num_steps=num_steps, **static
@@ -218,13 +218,13 @@ def visits(pair: Pair, speculator: Speculator, batch: Batch, *, num_steps: int) 
         state = advance(pair.params, state, table, lengths)
 
 
-def _compiled(pair: Pair, key: Any, lower: Callable[[], Any]) -> tuple[Any, float]:
+def compiled(programs: dict[Any, Any], key: Any, lower: Callable[[], Any]) -> tuple[Any, float]:
     """The executable for `key` and the seconds it took to get it now (0 when it was there)."""
-    if key in pair.compiled:
-        return pair.compiled[key], 0.0
+    if key in programs:
+        return programs[key], 0.0
     begin = time.perf_counter()
-    pair.compiled[key] = lower().compile()
-    return pair.compiled[key], time.perf_counter() - begin
+    programs[key] = lower().compile()
+    return programs[key], time.perf_counter() - begin
 
 
 def _stats(

@@ -105,7 +105,9 @@ def prefill(
         tokens = jax.lax.dynamic_slice_in_dim(prompts, begin, chunk, axis=1)
         after = jax.lax.dynamic_slice_in_dim(following, begin, chunk, axis=1)
         counts = jnp.clip(prompt_lengths - begin, 0, chunk)
-        out, draft_cache = speculator.prefill_chunk(params, state, tokens, after, start, counts)
+        out, draft_cache = speculator.prefill_chunk(
+            params, state.target_cache, state.draft_cache, tokens, after, start, counts
+        )
         at = prompt_lengths - 1 - begin
         here = ((at >= 0) & (at < chunk))[:, None]
         row = jnp.clip(at, 0, chunk - 1)[:, None, None]
@@ -153,6 +155,17 @@ def advance(
 ) -> DecodeState:
     """At most `num_steps` speculative steps, fewer when every row is finished."""
     requests = clip_to_context(requests, prompt_lengths, speculator, max_new_tokens)
+    return run_steps(params, state, requests, speculator, num_steps)
+
+
+def run_steps(
+    params: Params,
+    state: DecodeState,
+    requests: RequestArrays,
+    speculator: Speculator,
+    num_steps: int,
+) -> DecodeState:
+    """At most `num_steps` speculative steps under limits that the output has room for."""
 
     def going(carry: tuple[Array, DecodeState]) -> Array:
         return (carry[0] < num_steps) & ~jnp.all(carry[1].finished)

@@ -28,6 +28,7 @@ from peagle_jax.models.cache import KVCache
 from peagle_jax.models.decoder import Decoder, DecoderOutput
 from peagle_jax.models.drafter import Drafter
 from peagle_jax.models.layers import ROW_TILE
+from peagle_jax.models.paged_cache import Cache
 
 Params = dict[str, Any]  # {"target": ..., "drafter": ...}; "drafter" absent when plain
 
@@ -49,8 +50,8 @@ class DecodeState:
     accepted_per_position: of those, how many accepted the draft at each position.
     """
 
-    target_cache: KVCache
-    draft_cache: KVCache | None
+    target_cache: Cache
+    draft_cache: Cache | None
     length: Int[Array, "batch"]
     last_token: Int[Array, "batch"]
     pending_tokens: Int[Array, "batch pending"]
@@ -239,7 +240,7 @@ class Speculator:
         requests: RequestArrays,
         noise: Float[Array, "batch drafts vocab"],
     ) -> tuple[
-        Int[Array, "batch drafts"], Float[Array, "batch drafts draft_vocab"] | None, KVCache | None
+        Int[Array, "batch drafts"], Float[Array, "batch drafts draft_vocab"] | None, Cache | None
     ]:
         """K drafted tokens (target ids), their processed logits, the drafter's cache."""
         if not self.drafts:
@@ -250,7 +251,7 @@ class Speculator:
 
     def _draft_parallel(
         self, params: Params, state: DecodeState, requests: RequestArrays, noise: Array
-    ) -> tuple[Array, Array | None, KVCache]:
+    ) -> tuple[Array, Array | None, Cache]:
         """One pass whatever K is: each sequence's m real rows, then its K-1 mask rows.
 
         m is K+1 at most, but mostly small: where every sequence's rows fit one tile of
@@ -260,7 +261,7 @@ class Speculator:
         # A finished row's m is stale, and nothing of it counts.
         m = jnp.where(state.finished, 1, state.pending_count)
 
-        def run(most: int) -> tuple[Array, KVCache]:
+        def run(most: int) -> tuple[Array, Cache]:
             return self._parallel_pass(params, state, jnp.minimum(m, most), most)
 
         few = max(1, ROW_TILE - (k - 1))
@@ -273,7 +274,7 @@ class Speculator:
 
     def _parallel_pass(
         self, params: Params, state: DecodeState, m: Int[Array, "batch"], most: int
-    ) -> tuple[Float[Array, "batch drafts hidden"], KVCache]:
+    ) -> tuple[Float[Array, "batch drafts hidden"], Cache]:
         """The residual streams that draft, for at most `most` real rows a sequence.
 
         All rows of a sequence stand at consecutive positions from n - m on. The rows
@@ -299,7 +300,7 @@ class Speculator:
 
     def _draft_autoregressive(
         self, params: Params, state: DecodeState, requests: RequestArrays, noise: Array
-    ) -> tuple[Array, Array | None, KVCache]:
+    ) -> tuple[Array, Array | None, Cache]:
         """K passes: the m real rows first, then one row a pass from its own guesses."""
         k = self.num_draft_tokens
         assert state.draft_cache is not None
@@ -409,19 +410,20 @@ class Speculator:
     def prefill_chunk(
         self,
         params: Params,
-        state: DecodeState,
+        target_cache: Cache,
+        draft_cache: Cache | None,
         tokens: Int[Array, "batch rows"],
         following: Int[Array, "batch rows"],
         start: Int[Array, "batch"],
         counts: Int[Array, "batch"],
-    ) -> tuple[DecoderOutput, KVCache | None]:
+    ) -> tuple[DecoderOutput, Cache | None]:
         """A piece of the prompts through both networks; `following` is the token after each,
         `counts` how many rows of a sequence its prompt has here."""
         out = self._decoder().apply(
             {"params": params["target"]},
             tokens,
             start,
-            state.target_cache,
+            target_cache,
             self.aux_layer_ids,
             counts,
         )
@@ -430,8 +432,8 @@ class Speculator:
         apply = self._drafter(params)
         features = apply(out.features, method="project")
         embeddings = self._embed(params, following)
-        _, draft_cache = apply(embeddings, features, start, state.draft_cache, counts)
-        return out, draft_cache
+        _, written = apply(embeddings, features, start, draft_cache, counts)
+        return out, written
 
     # --- networks -----------------------------------------------------------------
 

@@ -7,18 +7,17 @@ attends among the rows of one call under its own mask.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.linen as nn
-import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.verify_attention import verify_attention
 from peagle_jax.config import BlockConfig
 from peagle_jax.models.cache import LayerCache
 from peagle_jax.models.layers import Linear, RMSNorm, declare, normal_init, rotate
+from peagle_jax.models.paged_cache import Cache, PagedLayerCache
 
 # (q [batch, rows, heads, dim], k, v [batch, rows, kv_heads, dim], in networks with attention
 # sinks also these, [heads]) ->
@@ -84,22 +83,29 @@ class CachedAttend:
         attends to the window before it and to its own rows.
     """
 
-    cache: LayerCache
+    cache: LayerCache | PagedLayerCache
     start: Int[Array, "batch"]
     window: int | None = struct.field(pytree_node=False)
     counts: Int[Array, "batch"] | None = None
 
     def __call__(
         self, q: Array, k: Array, v: Array, sinks: Array | None = None
-    ) -> tuple[Array, LayerCache]:
+    ) -> tuple[Array, LayerCache | PagedLayerCache]:
         """The output rows, and the cache with the new keys and values."""
-        cache, start, window, rows = self.cache, self.start, self.window, q.shape[1]
-        overfull = window is not None and window - 1 + rows > cache.capacity
-        if cache.ring and window and (self.counts is not None or overfull):
-            real = jnp.full_like(start, rows) if self.counts is None else self.counts
-            written = cache.write_some(start, real, k, v)
-            seen = cache.beside(start, window, k, v)
-        else:
-            seen = written = cache.write(start, k, v)
-        out = verify_attention(q, seen.keys, seen.values, start, window=window, sinks=sinks)
-        return out, written
+        return self.cache.attend(
+            q, k, v, self.start, window=self.window, counts=self.counts, sinks=sinks
+        )
+
+
+def cached_attends(
+    config: BlockConfig,
+    cache: Cache,
+    start: Int[Array, "batch"],
+    counts: Int[Array, "batch"] | None,
+) -> list[CachedAttend]:
+    """A CachedAttend for each layer of a network."""
+    layers: Sequence[LayerCache | PagedLayerCache] = cache.layers
+    return [
+        CachedAttend(layer, start, config.window(index), counts)
+        for index, layer in enumerate(layers)
+    ]

@@ -15,6 +15,7 @@ overwritten lies before every window by then. Padding that reaches further is no
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.cache_write import write_cache
+from pallas_kernels.verify_attention import verify_attention
 from peagle_jax.config import BlockConfig
 
 _RING_TILE = 8  # a ring has a multiple of so many slots
@@ -39,6 +41,29 @@ class LayerCache:
     def capacity(self) -> int:
         """Slots."""
         return self.keys.shape[2]
+
+    def attend(
+        self,
+        q: Float[Array, "batch rows heads dim"],
+        k: Float[Array, "batch rows kv_heads dim"],
+        v: Float[Array, "batch rows kv_heads dim"],
+        start: Int[Array, "batch"],
+        *,
+        window: int | None,
+        counts: Int[Array, "batch"] | None,
+        sinks: Float[Array, "heads"] | None,
+    ) -> tuple[Float[Array, "batch rows heads dim"], LayerCache]:
+        """New rows at positions `start ..`, written and attending; see `CachedAttend`."""
+        rows = q.shape[1]
+        overfull = window is not None and window - 1 + rows > self.capacity
+        if self.ring and window and (counts is not None or overfull):
+            real = jnp.full_like(start, rows) if counts is None else counts
+            written = self.write_some(start, real, k, v)
+            seen = self.beside(start, window, k, v)
+        else:
+            seen = written = self.write(start, k, v)
+        out = verify_attention(q, seen.keys, seen.values, start, window=window, sinks=sinks)
+        return out, written
 
     def write(
         self,
@@ -141,6 +166,10 @@ class KVCache:
             keys, values = (jnp.zeros(shape, dtype) for _ in range(2))
             layers.append(LayerCache(keys, values, ring=slots < capacity))
         return cls(layers=tuple(layers))
+
+    def with_layers(self, layers: Sequence[LayerCache]) -> KVCache:
+        """The cache of these layers."""
+        return KVCache(tuple(layers))
 
     @property
     def capacity(self) -> int:

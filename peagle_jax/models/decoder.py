@@ -13,7 +13,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from peagle_jax.config import ModelConfig
-from peagle_jax.models.attention import Attend, CachedAttend
+from peagle_jax.models.attention import Attend, cached_attends
 from peagle_jax.models.block import Block, run_block
 from peagle_jax.models.cache import KVCache
 from peagle_jax.models.layers import (
@@ -24,6 +24,7 @@ from peagle_jax.models.layers import (
     matmul_out_in,
     rope_tables,
 )
+from peagle_jax.models.paged_cache import Cache
 
 
 @struct.dataclass
@@ -38,7 +39,7 @@ class DecoderOutput:
 
     hidden: Float[Array, "batch rows hidden"]
     features: Float[Array, "batch rows features"]
-    cache: KVCache
+    cache: Cache
 
 
 class Decoder(nn.Module):
@@ -62,7 +63,7 @@ class Decoder(nn.Module):
         self,
         tokens: Int[Array, "batch rows"],
         start: Int[Array, "batch"],
-        cache: KVCache,
+        cache: Cache,
         aux_layer_ids: tuple[int, ...] = (),
         counts: Int[Array, "batch"] | None = None,
     ) -> DecoderOutput:
@@ -73,12 +74,9 @@ class Decoder(nn.Module):
         stream after l layers (0 = the embeddings).
         """
         positions = start[:, None] + jnp.arange(tokens.shape[1])
-        attends = [
-            CachedAttend(layer, start, self.config.block.window(index), counts)
-            for index, layer in enumerate(cache.layers)
-        ]
+        attends = cached_attends(self.config.block, cache, start, counts)
         hidden, features, written = self.run_layers(tokens, positions, attends, aux_layer_ids)
-        return DecoderOutput(hidden, features, KVCache(tuple(written)))
+        return DecoderOutput(hidden, features, cache.with_layers(written))
 
     def run_layers(
         self,

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from peagle_jax.config import BlockConfig, DrafterConfig
-from peagle_jax.models.attention import Attend, Attention, CachedAttend
+from peagle_jax.models.attention import Attend, Attention, cached_attends
 from peagle_jax.models.block import Block, Rope
 from peagle_jax.models.cache import KVCache
 from peagle_jax.models.layers import (
@@ -31,6 +31,7 @@ from peagle_jax.models.layers import (
     normal_init,
     rope_tables,
 )
+from peagle_jax.models.paged_cache import Cache
 
 
 class FirstBlock(nn.Module):
@@ -137,22 +138,18 @@ class Drafter(nn.Module):
         embeddings: Float[Array, "batch rows hidden"],
         features: Float[Array, "batch rows hidden"],
         start: Int[Array, "batch"],
-        cache: KVCache,
+        cache: Cache,
         counts: Int[Array, "batch"] | None = None,
-    ) -> tuple[Float[Array, "batch rows hidden"], KVCache]:
+    ) -> tuple[Float[Array, "batch rows hidden"], Cache]:
         """Rows at positions `start[b] ..`, `features` already projected; `counts` as in
         `CachedAttend`.
 
         Returns the residual stream before the final norm, and the cache.
         """
         positions = start[:, None] + jnp.arange(embeddings.shape[1])
-        windows = [self.config.block.window(i) for i in range(len(self.layers))]
-        attends = [
-            CachedAttend(layer, start, window, counts)
-            for layer, window in zip(cache.layers, windows, strict=True)
-        ]
+        attends = cached_attends(self.config.block, cache, start, counts)
         stream, written = self.run_layers(embeddings, features, positions, attends)
-        return stream, KVCache(tuple(written))
+        return stream, cache.with_layers(written)
 
     def run_layers(
         self,

@@ -15,6 +15,7 @@ from peagle_jax.config import ModelConfig
 from peagle_jax.convert.checkpoint import load_target
 from peagle_jax.models.cache import KVCache
 from peagle_jax.models.decoder import Decoder, DecoderOutput
+from peagle_jax.models.paged_cache import Cache
 
 pytestmark = pytest.mark.real_model
 GOLDENS = Path(__file__).resolve().parent.parent / "goldens"
@@ -31,7 +32,7 @@ def run(target: tuple[ModelConfig, Any], tokens: np.ndarray) -> tuple[np.ndarray
     """Logits [B, T, V] and features [B, T, 3 * H], the last 32 rows over a cache."""
     config, params = target
     decoder, variables = Decoder(config, jnp.float32), {"params": params}
-    cache = KVCache.init(config.block, len(tokens), LENGTH, jnp.float32)
+    cache: Cache = KVCache.init(config.block, len(tokens), LENGTH, jnp.float32)
     logits, features = [], []
     for start, stop in ((0, 64), (64, LENGTH)):
         rows = jnp.asarray(tokens[:, start:stop], jnp.int32)

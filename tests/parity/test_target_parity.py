@@ -18,6 +18,7 @@ from peagle_jax.convert.checkpoint import load_target
 from peagle_jax.models.cache import KVCache
 from peagle_jax.models.decoder import Decoder, DecoderOutput
 from peagle_jax.models.moe import Router
+from peagle_jax.models.paged_cache import Cache
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -182,7 +183,7 @@ class Pair:
         self,
         start: tuple[int, ...],
         count: int,
-        cache: KVCache,
+        cache: Cache,
         real: tuple[int, ...] | None = None,
     ) -> tuple[np.ndarray, DecoderOutput]:
         """Logits [2, count, V] and the output of rows start .. of both sequences."""
@@ -211,7 +212,7 @@ def forward(
     params: Any,
     tokens: Any,
     start: Any,
-    cache: KVCache,
+    cache: Cache,
     counts: Any,
 ) -> tuple[Any, Any]:
     decoder, variables = Decoder(config, jnp.float32), {"params": params}

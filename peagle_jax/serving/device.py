@@ -1,0 +1,282 @@
+"""What an engine computes on the device: prefill, insert, step and free, pure functions.
+
+Every slot has a row in `SlotState`. A slot that does not decode is a finished row: the step
+leaves it as it is and writes its rows wherever its table points, which is the null page.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int
+
+from peagle_jax.decoding import sampling
+from peagle_jax.decoding.generate import run_steps
+from peagle_jax.decoding.sampling import RequestArrays
+from peagle_jax.decoding.speculate import DecodeState, Params, Speculator
+from peagle_jax.decoding.verify import Verified
+from peagle_jax.models.cache import KVCache
+from peagle_jax.models.paged_cache import LayerPages, PagedKVCache, init_pages
+
+
+@struct.dataclass
+class Pools:
+    """The pages of both networks; no drafter, no layers."""
+
+    target: tuple[LayerPages, ...]
+    drafter: tuple[LayerPages, ...]
+
+
+@struct.dataclass
+class SlotState:
+    """A row for each slot; K = drafts a step. Fields up to `hit_eos` are DecodeState's.
+
+    fresh: `last_token` was drawn at insertion and is in no results yet.
+    last_hidden: of the last position that was prefilled; a prompt's last gives the first token.
+    requests: `max_new_tokens` counts those that are in no results yet.
+    """
+
+    length: Int[Array, "slots"]
+    last_token: Int[Array, "slots"]
+    pending_tokens: Int[Array, "slots pending"]
+    pending_features: Float[Array, "slots pending raw"]
+    pending_count: Int[Array, "slots"]
+    finished: Bool[Array, "slots"]
+    hit_eos: Bool[Array, "slots"]
+    fresh: Bool[Array, "slots"]
+    last_hidden: Float[Array, "slots hidden"]
+    requests: RequestArrays
+
+
+_SHARED = (
+    "length",
+    "last_token",
+    "pending_tokens",
+    "pending_features",
+    "pending_count",
+    "finished",
+    "hit_eos",
+)
+
+
+@struct.dataclass
+class ChunkArrays:
+    """Parts of prompts. Of a sequence that fills the batch up, `slot` is past all slots.
+
+    following: the token after each, 0 where it is not known.
+    counts: how many rows are real.
+    """
+
+    slot: Int[Array, "batch"]
+    tokens: Int[Array, "batch rows"]
+    following: Int[Array, "batch rows"]
+    start: Int[Array, "batch"]
+    counts: Int[Array, "batch"]
+    tables: Int[Array, "batch pages"]
+
+
+@struct.dataclass
+class InsertionArrays:
+    """Sequences that begin to decode, in the rows of their slots; other rows hold anything.
+
+    length: tokens of the prompt.
+    """
+
+    mask: Bool[Array, "slots"]
+    length: Int[Array, "slots"]
+    requests: RequestArrays
+
+
+def init(speculator: Speculator, num_slots: int, num_pages: int, page_size: int) -> Any:
+    """(Pools, SlotState) without a sequence."""
+    k, dtype = speculator.num_draft_tokens, jnp.dtype(speculator.dtype)
+    drafter = speculator.drafter if speculator.drafts else None
+    pools = Pools(
+        init_pages(speculator.target.block, num_pages, page_size, dtype),
+        init_pages(drafter.block, num_pages, page_size, dtype) if drafter else (),
+    )
+
+    def zeros(*shape: int, dtype: Any = jnp.int32) -> Array:
+        return jnp.zeros((num_slots, *shape), dtype)
+
+    requests = RequestArrays(
+        temperature=zeros(dtype=jnp.float32),
+        top_k=zeros(),
+        top_p=zeros(dtype=jnp.float32),
+        min_p=zeros(dtype=jnp.float32),
+        seed=zeros(dtype=jnp.uint32),
+        max_new_tokens=zeros(),
+        ignore_eos=zeros(dtype=bool),
+    )
+    slots = SlotState(
+        length=zeros(),
+        last_token=zeros(),
+        pending_tokens=zeros(k + 1),
+        pending_features=zeros(k + 1, drafter.feature_size if drafter else 0, dtype=dtype),
+        pending_count=zeros(),
+        finished=zeros(dtype=bool),
+        hit_eos=zeros(dtype=bool),
+        fresh=zeros(dtype=bool),
+        last_hidden=zeros(speculator.target.block.hidden_size, dtype=dtype),
+        requests=requests,
+    )
+    return pools, free(slots, jnp.ones(num_slots, bool))
+
+
+def prefill(
+    params: Params, pools: Pools, slots: SlotState, chunks: ChunkArrays, *, speculator: Speculator
+) -> tuple[Pools, SlotState]:
+    """Parts of prompts through both networks."""
+    target = PagedKVCache(pools.target, chunks.tables)
+    drafter = PagedKVCache(pools.drafter, chunks.tables)
+    out, drafted = speculator.prefill_chunk(
+        params, target, drafter, chunks.tokens, chunks.following, chunks.start, chunks.counts
+    )
+    row = jnp.maximum(chunks.counts - 1, 0)[:, None, None]
+
+    def last(values: Array) -> Array:
+        return jnp.take_along_axis(values, row, axis=1)[:, 0]
+
+    pending = slots.pending_features
+    if speculator.drafts:
+        pending = pending.at[chunks.slot, 0].set(last(out.features), mode="drop")
+    hidden = slots.last_hidden.at[chunks.slot].set(last(out.hidden), mode="drop")
+    slots = dataclasses.replace(slots, pending_features=pending, last_hidden=hidden)
+    return _pools(out.cache, drafted), slots
+
+
+def insert(
+    params: Params, slots: SlotState, new: InsertionArrays, *, speculator: Speculator
+) -> SlotState:
+    """Draws the first token of prefilled sequences."""
+    mask = new.mask
+    requests = jax.tree.map(
+        lambda one, other: jnp.where(mask, one, other), new.requests, slots.requests
+    )
+    # Rows that are not inserted are greedy here: what they would draw is not looked at.
+    drawn = dataclasses.replace(requests, temperature=jnp.where(mask, requests.temperature, 0))
+    noise = sampling.gumbel_noise(drawn, new.length[:, None], speculator.target.vocab_size)
+    first = speculator.choose(params, slots.last_hidden[:, None], drawn, noise)
+    # As if the prompt's last token had just been verified with no drafts.
+    state = dataclasses.replace(
+        _decode_state(slots, KVCache(()), None, width=1),
+        length=jnp.where(mask, new.length - 1, slots.length),
+        finished=~mask,
+        emitted=jnp.zeros_like(slots.length),
+    )
+    state = speculator.commit(
+        state,
+        requests,
+        Verified(first, jnp.ones_like(slots.length)),
+        slots.pending_features[:, :1],
+    )
+    return dataclasses.replace(
+        _slot_state(slots, state),
+        finished=jnp.where(mask, state.finished, slots.finished),
+        fresh=slots.fresh | mask,
+        requests=requests,
+    )
+
+
+def step(
+    params: Params,
+    pools: Pools,
+    slots: SlotState,
+    tables: Int[Array, "slots pages"],
+    *,
+    speculator: Speculator,
+    num_steps: int,
+) -> tuple[Pools, SlotState, Int[Array, "slots packed"]]:
+    """At most `num_steps` speculative steps, fewer once every row is finished.
+
+    The last result is all that the host is told, in one array; see `unpack`.
+    """
+    state = _decode_state(
+        slots,
+        PagedKVCache(pools.target, tables),
+        PagedKVCache(pools.drafter, tables) if speculator.drafts else None,
+        width=1 + num_steps * (speculator.num_draft_tokens + 1),
+    )
+    state = run_steps(params, state, slots.requests, speculator, num_steps)
+    left = slots.requests.max_new_tokens - state.emitted
+    columns = (state.emitted, state.finished, state.hit_eos, state.num_drafts)
+    packed = jnp.concatenate(
+        [
+            *(column[:, None].astype(jnp.int32) for column in columns),
+            state.accepted_per_position,
+            state.output,
+        ],
+        axis=1,
+    )
+    slots = dataclasses.replace(
+        _slot_state(slots, state),
+        fresh=jnp.zeros_like(slots.fresh),
+        requests=dataclasses.replace(slots.requests, max_new_tokens=left),
+    )
+    return _pools(state.target_cache, state.draft_cache), slots, packed
+
+
+def unpack(packed: Any, num_draft_tokens: int) -> tuple[Any, Any, Any, Any, Any, Any]:
+    """(counts, finished, hit_eos, num_drafts, accepted, tokens) of a step's packed results."""
+    head, rest = packed[:, :4], packed[:, 4:]
+    accepted, tokens = rest[:, :num_draft_tokens], rest[:, num_draft_tokens:]
+    return head[:, 0], head[:, 1] != 0, head[:, 2] != 0, head[:, 3], accepted, tokens
+
+
+def free(slots: SlotState, mask: Bool[Array, "slots"]) -> SlotState:
+    """Slots without a sequence: finished, greedy, their next write at position 0 or 1."""
+    return dataclasses.replace(
+        slots,
+        length=jnp.where(mask, 1, slots.length),
+        pending_count=jnp.where(mask, 1, slots.pending_count),
+        finished=slots.finished | mask,
+        hit_eos=slots.hit_eos & ~mask,
+        fresh=slots.fresh & ~mask,
+        requests=dataclasses.replace(
+            slots.requests, temperature=jnp.where(mask, 0.0, slots.requests.temperature)
+        ),
+    )
+
+
+def _decode_state(
+    slots: SlotState,
+    target_cache: KVCache | PagedKVCache,
+    draft_cache: PagedKVCache | None,
+    width: int,
+) -> DecodeState:
+    """What a step takes, its output `width` tokens wide and begun with what is fresh."""
+    num_slots, pending = slots.pending_tokens.shape
+    shared: dict[str, Any] = {name: getattr(slots, name) for name in _SHARED}
+    return DecodeState(
+        target_cache=target_cache,
+        draft_cache=draft_cache,
+        **shared,
+        output=jnp.zeros((num_slots, width), jnp.int32).at[:, 0].set(slots.last_token),
+        emitted=slots.fresh.astype(jnp.int32),
+        num_drafts=jnp.zeros(num_slots, jnp.int32),
+        accepted_per_position=jnp.zeros((num_slots, pending - 1), jnp.int32),
+    )
+
+
+def _slot_state(slots: SlotState, state: DecodeState) -> SlotState:
+    """`slots` after what has happened in `state`."""
+    shared: dict[str, Any] = {name: getattr(state, name) for name in _SHARED}
+    return dataclasses.replace(slots, **shared)
+
+
+def _pools(target: Any, drafter: Any) -> Pools:
+    return Pools(target.pages, drafter.pages if drafter is not None else ())
+
+
+jit_init = jax.jit(init, static_argnames=("speculator", "num_slots", "num_pages", "page_size"))
+# Pages are written in place: without donation every call would copy them.
+jit_prefill = jax.jit(prefill, static_argnames="speculator", donate_argnames=("pools", "slots"))
+jit_insert = jax.jit(insert, static_argnames="speculator", donate_argnames="slots")
+jit_step = jax.jit(
+    step, static_argnames=("speculator", "num_steps"), donate_argnames=("pools", "slots")
+)
+jit_free = jax.jit(free, donate_argnames="slots")

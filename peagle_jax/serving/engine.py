@@ -1,0 +1,280 @@
+"""The engine: slots over a paged cache on one device.
+
+A few compiled programs of fixed shapes do everything. Calls are dispatched and return; the
+results of steps are copied to the host while the device goes on, and `fetch` waits for them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Int
+
+from peagle_jax.batching import prompt_bucket
+from peagle_jax.decoding.generate import PREFILL_CHUNK
+from peagle_jax.decoding.sampling import RequestArrays
+from peagle_jax.decoding.speculate import Params, Speculator
+from peagle_jax.errors import InputError
+from peagle_jax.models.paged_cache import bytes_a_position
+from peagle_jax.runner import compiled
+from peagle_jax.serving import device
+from peagle_jax.serving.device import ChunkArrays, InsertionArrays
+from peagle_jax.serving.engine_protocol import (
+    EngineShape,
+    Insertion,
+    PrefillChunk,
+    StepResults,
+)
+from peagle_jax.serving.pages import NULL_PAGE
+
+
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """Which shapes are compiled.
+
+    prefill_rows: parts of prompts are computed together up to so many rows.
+    least_width: positions of the narrowest block tables. Attention that gathers its pages takes
+      as long as the table is wide, so tables are cut to what is in use, in powers of two times
+      this; None = never, for kernels that do not look at pages that no row sees.
+    """
+
+    prefill_rows: int
+    least_width: int | None
+
+    @classmethod
+    def for_backend(cls) -> Programs:
+        """On CPU rows cost the same alone and together, and pages are gathered."""
+        if jax.default_backend() == "cpu":
+            return cls(prefill_rows=1, least_width=256)
+        return cls(prefill_rows=PREFILL_CHUNK, least_width=None)
+
+
+class PagedEngine:
+    """An `engine_protocol.Engine` on the default device.
+
+    Attributes:
+        shape: fixed sizes.
+        compile_seconds: time that compiling has taken.
+        wait_seconds: time that `fetch` has waited for the device.
+    """
+
+    def __init__(
+        self,
+        speculator: Speculator,
+        params: Params,
+        shape: EngineShape,
+        *,
+        programs: Programs | None = None,
+        executables: dict[Any, Any] | None = None,
+    ) -> None:
+        """`executables`: where compiled programs are kept and looked for, such as
+        `Pair.compiled`; engines of one shape can share them.
+
+        Raises InputError where the target's context is shorter than the shape's.
+        """
+        if shape.context > speculator.target.max_positions:
+            raise InputError(
+                f"context: found {shape.context}, expected at most "
+                f"{speculator.target.max_positions}, the target's"
+            )
+        if shape.num_groups != 1 or shape.num_draft_tokens != speculator.num_draft_tokens:
+            raise ValueError(f"{shape} is for other engines than one of {speculator}")
+        self.shape = shape
+        self.compile_seconds = self.wait_seconds = 0.0
+        self._speculator, self._params = speculator, params
+        self._programs = programs or Programs.for_backend()
+        self._executables = {} if executables is None else executables
+        self._pools, self._slots = device.jit_init(
+            speculator, shape.num_slots, shape.num_pages, shape.page_size
+        )
+
+    # --- the protocol -------------------------------------------------------------
+
+    def prefill(self, chunks: Sequence[PrefillChunk]) -> None:
+        """Computes parts of prompts, of different slots."""
+        alike: dict[int, list[PrefillChunk]] = {}
+        for chunk in chunks:
+            alike.setdefault(prompt_bucket(len(chunk.tokens)), []).append(chunk)
+        for rows, group in alike.items():
+            most = max(1, self._programs.prefill_rows // rows)
+            while group:
+                # Two sizes of batches are compiled, the largest and one.
+                size = most if len(group) > most // 2 else 1
+                self._prefill(group[:size], size, rows)
+                group = group[size:]
+
+    def insert(self, insertions: Sequence[Insertion]) -> None:
+        """Draws the first token of prefilled sequences and lets them decode."""
+        mask, length = self._column(bool), self._column(np.int32)
+        columns: dict[str, Any] = {
+            "temperature": self._column(np.float32),
+            "top_k": self._column(np.int32),
+            "top_p": self._column(np.float32),
+            "min_p": self._column(np.float32),
+            "seed": self._column(np.uint32),
+            "max_new_tokens": self._column(np.int32),
+            "ignore_eos": self._column(bool),
+        }
+        for one in insertions:
+            mask[one.slot], length[one.slot] = True, one.length
+            values = {name: getattr(one.params, name) for name in columns} | {
+                "top_k": min(one.params.top_k, self._speculator.target.vocab_size),
+                "seed": one.seed,
+                "max_new_tokens": one.max_new_tokens,
+            }
+            for name, column in columns.items():
+                column[one.slot] = values[name]
+        new = InsertionArrays(mask, length, RequestArrays(**columns))
+        self._slots = self._run(
+            ("insert",),
+            device.jit_insert,
+            (self._params, self._slots, new),
+            speculator=self._speculator,
+        )
+
+    def step(self, num_steps: int, tables: Int[np.ndarray, "slots pages"]) -> jax.Array:
+        """Speculative steps of all sequences that decode."""
+        size, k = self.shape.page_size, self.shape.num_draft_tokens
+        used = np.flatnonzero((tables != NULL_PAGE).any(axis=0))
+        held = int(used[-1]) + 1 if used.size else 0
+        # Rows of a sequence that ended stand past its pages, see `EngineShape.pages_a_slot`.
+        width = self._width(held * size + 3 * k + 1, self.shape.pages_a_slot)
+        self._pools, self._slots, packed = self._run(
+            ("step", num_steps, width),
+            device.jit_step,
+            (self._params, self._pools, self._slots, np.ascontiguousarray(tables[:, :width])),
+            speculator=self._speculator,
+            num_steps=num_steps,
+        )
+        packed.copy_to_host_async()
+        return packed
+
+    def fetch(self, pending: jax.Array) -> StepResults:
+        """Waits for what a step has made."""
+        begin = time.perf_counter()
+        packed = np.asarray(pending)
+        self.wait_seconds += time.perf_counter() - begin
+        k = self.shape.num_draft_tokens
+        counts, finished, hit_eos, num_drafts, accepted, tokens = device.unpack(packed, k)
+        return StepResults(tokens, counts, finished, hit_eos, num_drafts, k * num_drafts, accepted)
+
+    def free(self, slots: Sequence[int]) -> None:
+        """These slots no longer have a sequence."""
+        mask = self._column(bool)
+        mask[list(slots)] = True
+        self._slots = self._run(("free",), device.jit_free, (self._slots, mask))
+
+    # --- calls of programs --------------------------------------------------------
+
+    def _prefill(self, chunks: Sequence[PrefillChunk], size: int, rows: int) -> None:
+        page_size, most = self.shape.page_size, self.shape.pages_a_slot
+        stop = max(chunk.start for chunk in chunks) + rows
+        # Padding may reach past the table that a slot has.
+        width = self._width(stop, most - (-rows // page_size))
+        arrays: dict[str, Any] = {
+            "slot": np.full(size, self.shape.num_slots, np.int32),
+            "tokens": np.zeros((size, rows), np.int32),
+            "following": np.zeros((size, rows), np.int32),
+            "start": np.zeros(size, np.int32),
+            "counts": np.zeros(size, np.int32),
+            "tables": np.full((size, width), NULL_PAGE, np.int32),
+        }
+        for row, chunk in enumerate(chunks):
+            count = len(chunk.tokens)
+            arrays["slot"][row], arrays["start"][row] = chunk.slot, chunk.start
+            arrays["counts"][row] = count
+            arrays["tokens"][row, :count] = chunk.tokens
+            arrays["following"][row, : count - 1] = chunk.tokens[1:]
+            if chunk.following is not None:
+                arrays["following"][row, count - 1] = chunk.following
+            pages = chunk.pages[:width]
+            arrays["tables"][row, : len(pages)] = pages
+        self._pools, self._slots = self._run(
+            ("prefill", size, rows, width),
+            device.jit_prefill,
+            (self._params, self._pools, self._slots, ChunkArrays(**arrays)),
+            speculator=self._speculator,
+        )
+
+    def _run(
+        self, key: tuple[Any, ...], function: Any, args: tuple[Any, ...], **static: Any
+    ) -> Any:
+        """Calls the program of `key`, which fixes all shapes, and compiles it if need be."""
+        program, seconds = compiled(
+            self._executables,
+            (*key, self._speculator, self.shape),
+            lambda: function.lower(*args, **static),
+        )
+        self.compile_seconds += seconds
+        return program(*args)
+
+    def _width(self, positions: int, most: int) -> int:
+        """Pages of a table that has room for so many positions, `most` at most."""
+        least = self._programs.least_width
+        if least is None:
+            return most
+        width = -(-least // self.shape.page_size)
+        while width * self.shape.page_size < positions:
+            width *= 2
+        return min(width, most)
+
+    def _column(self, dtype: Any) -> Any:
+        return np.zeros(self.shape.num_slots, dtype)
+
+
+def make_shape(
+    speculator: Speculator,
+    *,
+    num_slots: int,
+    page_size: int,
+    context: int,
+    num_pages: int | None,
+    cache_bytes: int,
+) -> EngineShape:
+    """An engine's sizes, checked.
+
+    num_pages: pages that hold tokens. None = as many as `cache_bytes` have room for, and no more
+    than all slots can use.
+
+    Raises InputError for sizes that make no engine, or have no room for one whole context.
+    """
+    limit = speculator.target.max_positions
+    for name, found, least in (
+        ("slots", num_slots, 1),
+        ("page size", page_size, 1),
+        ("context", context, 2),
+        ("pages", 1 if num_pages is None else num_pages, 1),
+    ):
+        if found < least:
+            raise InputError(f"{name}: found {found}, expected {least} or more")
+    if context > limit:
+        raise InputError(f"context: found {context}, expected at most {limit}, the target's")
+    draft = EngineShape(num_slots, 2, page_size, context, speculator.num_draft_tokens)
+    whole = -(-(context + draft.scratch_rows) // page_size)
+    a_page = page_bytes(speculator, page_size)
+    if num_pages is None:
+        num_pages = min(cache_bytes // a_page, num_slots * draft.pages_a_slot)
+        if num_pages < whole:
+            raise InputError(
+                f"cache memory: found {cache_bytes} bytes, expected at least {whole * a_page}, "
+                f"which one sequence of the context of {context} tokens takes"
+            )
+    elif num_pages < whole:
+        raise InputError(
+            f"pages: found {num_pages}, expected at least {whole}, which one sequence of the "
+            f"context of {context} tokens takes"
+        )
+    return dataclasses.replace(draft, num_pages=num_pages + 1)
+
+
+def page_bytes(speculator: Speculator, page_size: int) -> int:
+    """Bytes of one page in both networks' caches."""
+    blocks = [speculator.target.block]
+    if speculator.drafts and speculator.drafter:
+        blocks.append(speculator.drafter.block)
+    return page_size * sum(bytes_a_position(block, speculator.dtype) for block in blocks)
