@@ -56,7 +56,7 @@ def load(
     from peagle_jax.tokenizer import load_tokenizer
 
     compile_cache.enable()
-    dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    dtype = dtype or default_dtype()
     if dtype not in ("float32", "bfloat16"):
         raise InputError(f"dtype: found {dtype!r}, expected 'float32' or 'bfloat16'")
     if drafter == "auto":
@@ -71,6 +71,11 @@ def load(
                 drafter, target_config=config, dtype=dtype
             )
         return Pair(config, drafter_config, trees, words.result(), dtype)
+
+
+def default_dtype() -> str:
+    """The dtype of weights and activations where none is asked for."""
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
 def make_speculator(

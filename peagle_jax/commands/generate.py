@@ -8,25 +8,21 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from peagle_jax.commands.options import (
     add_batch_size,
     add_drafter,
+    add_drafting,
     add_model,
     add_raw,
     add_sampling,
+    add_stop,
     sampling_params,
 )
 from peagle_jax.commands.progress import progress_bar
 from peagle_jax.commands.prompts import read_prompts
-from peagle_jax.config import (
-    METHODS,
-    DraftSampling,
-    SamplingParams,
-    Verification,
-    check_num_draft_tokens,
-)
+from peagle_jax.config import SamplingParams, check_num_draft_tokens
 from peagle_jax.errors import InputError
 
 if TYPE_CHECKING:
@@ -51,31 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_drafter(models)
 
     drafting = parser.add_argument_group("drafting")
-    drafting.add_argument(
-        "--method", choices=METHODS, help="none = plain decoding (the drafter's own)"
-    )
-    drafting.add_argument(
-        "--num-draft-tokens", type=int, default=5, metavar="K", help="drafts a step (%(default)s)"
-    )
-    drafting.add_argument(
-        "--draft-sampling",
-        choices=get_args(DraftSampling),
-        default="sample",
-        help="how drafts are chosen above temperature 0 (%(default)s)",
-    )
-    drafting.add_argument(
-        "--verify",
-        choices=get_args(Verification),
-        default="coupled",
-        help="coupled = the same tokens as plain sampling with that seed (%(default)s)",
-    )
+    add_drafting(drafting)
     add_batch_size(drafting, 8)
 
     sampling = parser.add_argument_group("sampling")
     add_sampling(sampling, max_new_tokens=SamplingParams().max_new_tokens, seed=None)
-    sampling.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="end before it; repeatable"
-    )
+    add_stop(sampling)
 
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--stream", action="store_true", help="print the text as it comes")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from typing import get_args
 
-from peagle_jax.config import SamplingParams
+from peagle_jax.config import METHODS, DraftSampling, SamplingParams, Verification
 
 # What add_argument makes: a parser, or a group of its options.
 Options = argparse._ActionsContainer
@@ -28,6 +29,35 @@ def add_drafter(options: Options) -> None:
         "--drafter",
         default="auto",
         help="drafter: a folder or hub repository (the one that ships for the model, if any)",
+    )
+
+
+def add_drafting(options: Options) -> None:
+    """`--method`, `--num-draft-tokens`, `--draft-sampling` and `--verify`."""
+    options.add_argument(
+        "--method", choices=METHODS, help="none = plain decoding (the drafter's own)"
+    )
+    options.add_argument(
+        "--num-draft-tokens", type=int, default=5, metavar="K", help="drafts a step (%(default)s)"
+    )
+    options.add_argument(
+        "--draft-sampling",
+        choices=get_args(DraftSampling),
+        default="sample",
+        help="how drafts are chosen above temperature 0 (%(default)s)",
+    )
+    options.add_argument(
+        "--verify",
+        choices=get_args(Verification),
+        default="coupled",
+        help="coupled = the same tokens as plain sampling with that seed (%(default)s)",
+    )
+
+
+def add_stop(options: Options) -> None:
+    """`--stop`."""
+    options.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end before it; repeatable"
     )
 
 

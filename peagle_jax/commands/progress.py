@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Protocol
 
-Report = Callable[[int, int], None]
+
+class Report(Protocol):
+    """Shows how far it is; `total` None where it is not known, `detail` goes beside it."""
+
+    def __call__(self, done: int, total: int | None, detail: str = "") -> None: ...
 
 
 @contextlib.contextmanager
 def progress_bar(label: str, *, in_bytes: bool = False) -> Iterator[Report | None]:
-    """Gives a function to call with (done, total), or None where stderr is no terminal.
+    """Gives a function to call as progress goes, or None where stderr is no terminal.
 
     `in_bytes`: what is counted are bytes, and their rate is shown too.
     """
@@ -24,12 +29,18 @@ def progress_bar(label: str, *, in_bytes: bool = False) -> Iterator[Report | Non
         DownloadColumn,
         MofNCompleteColumn,
         Progress,
+        TextColumn,
         TimeRemainingColumn,
         TransferSpeedColumn,
     )
 
     counts = (DownloadColumn(), TransferSpeedColumn()) if in_bytes else (MofNCompleteColumn(),)
-    columns = (label, BarColumn(), *counts, TimeRemainingColumn())
+    detail = TextColumn("{task.fields[detail]}")
+    columns = (label, BarColumn(), *counts, detail, TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(label, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+        task = bar.add_task(label, total=None, detail="")
+
+        def report(done: int, total: int | None, detail: str = "") -> None:
+            bar.update(task, completed=done, total=total, detail=detail)
+
+        yield report

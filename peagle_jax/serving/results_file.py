@@ -117,11 +117,11 @@ class ResultsFile:
             raise InputError(f"{where}: found the result of {read_key(line, where)!r} again")
 
     def _hold_settings(self, settings: dict[str, Any]) -> None:
-        """Writes the settings, or compares those that are there."""
+        """Writes the settings, or compares those of a run that has results."""
         path = settings_path(self.path)
         # Through JSON, so that both sides have lists where one was given tuples.
         expected = json.loads(json.dumps({"format": FORMAT, **settings}))
-        if path.exists():
+        if path.exists() and self._lines.size:
             for key, found, wanted in differences(read_json(path), expected):
                 raise InputError(
                     f"{path}: {key}: found {found}, expected {wanted}; the results of another run "

@@ -1,0 +1,224 @@
+"""Answer files of requests with continuous batching: results durable, resumable."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from peagle_jax.commands.options import (
+    add_drafter,
+    add_drafting,
+    add_model,
+    add_raw,
+    add_sampling,
+    add_stop,
+    sampling_params,
+)
+from peagle_jax.commands.progress import progress_bar
+from peagle_jax.config import SamplingParams, check_num_draft_tokens
+from peagle_jax.errors import InputError
+
+HELP = "answer files of requests, many at a time"
+EXIT_BAD_LINES = 3
+
+_DEFAULT_CONTEXT = 2048
+_DEFAULT_PAGE_SIZE = {"tpu": 128}  # what the kernels of TPU need for every head_dim
+_UNITS = {"K": 10, "M": 20, "G": 30, "T": 40}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `peagle batch`."""
+    files = parser.add_argument_group("files")
+    files.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="IN",
+        help="JSON Lines: files, patterns, folders, - for stdin; .gz and .zst too",
+    )
+    files.add_argument(
+        "--output",
+        type=Path,
+        required=True,
+        metavar="OUT.jsonl",
+        help="results; where it has some of this run, only the others are computed",
+    )
+    files.add_argument(
+        "--errors",
+        type=Path,
+        metavar="FILE",
+        help="lines that are no requests (OUT.errors.jsonl beside the output)",
+    )
+    files.add_argument(
+        "--ordered", action="store_true", help="results in the input's order, not as they come"
+    )
+    files.add_argument(
+        "--shard",
+        default="0/1",
+        metavar="I/N",
+        help="only the I-th of N parts of the lines, I from 0 (%(default)s)",
+    )
+    add_raw(files)
+
+    models = parser.add_argument_group("models")
+    add_model(models)
+    add_drafter(models)
+    add_drafting(parser.add_argument_group("drafting"))
+
+    engine = parser.add_argument_group("engine")
+    engine.add_argument(
+        "--slots", type=int, default=16, metavar="N", help="requests at a time (%(default)s)"
+    )
+    engine.add_argument(
+        "--context",
+        type=int,
+        metavar="N",
+        help=f"most tokens of prompt and answer ({_DEFAULT_CONTEXT}, or what the model has)",
+    )
+    engine.add_argument(
+        "--page-size",
+        type=int,
+        metavar="N",
+        help="positions a page of the cache (128 on TPU, else 32)",
+    )
+    cache = engine.add_mutually_exclusive_group()
+    cache.add_argument("--pages", type=int, metavar="N", help="pages of the cache")
+    cache.add_argument(
+        "--cache-memory",
+        default="2G",
+        metavar="SIZE",
+        help="memory for pages, as in 500M or 8G; slots never take more than they can use "
+        "(%(default)s)",
+    )
+
+    sampling = parser.add_argument_group("sampling, where a request does not say")
+    add_sampling(sampling, max_new_tokens=SamplingParams().max_new_tokens, seed=0)
+    add_stop(sampling)
+
+    parser.add_argument("--json", action="store_true", help="print the statistics as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Answers what is missing. Files and options are checked before a model is loaded."""
+    from peagle_jax.serving.errors_file import ErrorsFile, errors_path
+    from peagle_jax.serving.input_lines import Shard, find_inputs, read_lines
+    from peagle_jax.serving.requests_file import read_requests
+    from peagle_jax.serving.results_file import ResultsFile, settings_path
+
+    params = sampling_params(args, tuple(args.stop))
+    check_num_draft_tokens(args.num_draft_tokens)
+    cache_bytes, shard = parse_bytes(args.cache_memory), Shard.parse(args.shard)
+    errors_file = args.errors or errors_path(args.output)
+    own = (args.output, settings_path(args.output), errors_file)
+    if len({path.resolve() for path in own}) < len(own):
+        raise InputError(f"--errors: found {errors_file}, expected another file than --output's")
+    files = find_inputs(args.input, exclude=own)
+
+    import jax
+
+    from peagle_jax import api
+    from peagle_jax.serving.batch import BatchRun
+    from peagle_jax.serving.engine import PagedEngine, make_shape
+
+    with _ended_by_sigterm(), ResultsFile(args.output, _settings(args, params)) as results:
+        errors = ErrorsFile(errors_file)
+        drafter = None if args.method == "none" else args.drafter
+        pair = api.load(target=args.model, drafter=drafter, dtype=args.dtype)
+        speculator = api.make_speculator(
+            pair, args.method, args.num_draft_tokens, args.draft_sampling, args.verify
+        )
+        page_size = args.page_size
+        if page_size is None:
+            page_size = _DEFAULT_PAGE_SIZE.get(jax.default_backend(), 32)
+        shape = make_shape(
+            speculator,
+            num_slots=args.slots,
+            page_size=page_size,
+            context=_context(args, pair.target.max_positions),
+            num_pages=args.pages,
+            cache_bytes=cache_bytes,
+        )
+        engine = PagedEngine(speculator, pair.params, shape, executables=pair.compiled)
+        batch = BatchRun(
+            engine,
+            pair.tokenizer,
+            pair.target,
+            results,
+            errors,
+            model_name=args.model,
+            ordered=args.ordered,
+            raw=args.raw,
+        )
+        requests = read_requests(read_lines(files, shard), params, args.seed)
+        with progress_bar("requests") as bar:
+            # What comes through a pipe can be read only once.
+            countable = bar is not None and all(Path(name).is_file() for name in files)
+            total = sum(1 for _ in read_lines(files, shard)) if countable else None
+            report = batch.run(
+                requests, None if bar is None else lambda done, text: bar(done, total, text)
+            )
+    if args.json:
+        print(json.dumps(report.to_json()))
+    print("\n".join(report.lines()), file=sys.stderr)
+    if errors.count:
+        print(f"bad lines    {errors_file}", file=sys.stderr)
+        return EXIT_BAD_LINES
+    return 0
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes in "500M", "8G" or "123": K, M, G and T are powers of 1024."""
+    number, unit = (text[:-1], text[-1]) if text[-1:].upper() in _UNITS else (text, "")
+    try:
+        found = int(float(number) * 2 ** _UNITS.get(unit.upper(), 0))
+    except (ValueError, OverflowError):
+        found = 0
+    if found < 1:
+        raise InputError(f"--cache-memory: found {text!r}, expected a size, as in 500M or 8G")
+    return found
+
+
+def _context(args: argparse.Namespace, most: int) -> int:
+    return args.context if args.context is not None else min(_DEFAULT_CONTEXT, most)
+
+
+def _settings(args: argparse.Namespace, params: SamplingParams) -> dict[str, Any]:
+    """What results depend on: a run that goes on with an output must have the same."""
+    from peagle_jax import api
+
+    return {
+        "input": args.input,
+        "shard": args.shard,
+        "ordered": args.ordered,
+        "raw": args.raw,
+        "model": args.model,
+        "drafter": args.drafter,
+        "dtype": args.dtype or api.default_dtype(),
+        "method": args.method,
+        "num_draft_tokens": args.num_draft_tokens,
+        "draft_sampling": args.draft_sampling,
+        "verify": args.verify,
+        "context": args.context,
+        "sampling": dataclasses.asdict(params),
+    }
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Lets SIGTERM, which comes before a machine is taken away, end the run in order."""
+
+    def end(number: int, _: Any) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
