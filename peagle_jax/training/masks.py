@@ -223,9 +223,14 @@ def attend_in_blocks(
     blocks = -(-num_rows // query_block)
     size = -(-num_rows // blocks)
     index = jnp.arange(length)
+    # Blocks see a cast of a float32 copy: what they add to the gradient of keys and values is
+    # then added in float32. A sum of a thousand blocks in bfloat16 is wrong by percents.
+    wide = keys.astype(jnp.float32), values.astype(jnp.float32)
+    dtype = values.dtype
 
     def one_block(block: tuple[Array, ...]) -> tuple[Array, Array]:
         rows, at, deep, extra = block
+        keys, values = (x.astype(dtype) for x in wide)
         document = jnp.take_along_axis(documents, at, axis=1)
         seen = visible(
             at[:, :, None],

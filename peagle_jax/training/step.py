@@ -78,6 +78,51 @@ class StepMetrics:
     answer_tokens: Int[Array, ""]
 
 
+# (state, frozen, target_params, batch, key of the run, learning rate) -> ...
+Step = Callable[
+    [TrainState, Params, Params, PackedBatch, Array, Array], tuple[TrainState, StepMetrics]
+]
+
+
+def make_step(
+    objective: Objective,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    specs: tuple[Any, Any, Any],
+) -> Step:
+    """One step as a function of arrays, to be compiled with its state donated.
+
+    Args:
+      specs: `PartitionSpec`s of trained, frozen and the target's parameters.
+    """
+    value_and_grad = _on_mesh(objective, mesh, specs)
+
+    def step(
+        state: TrainState,
+        frozen: Params,
+        target_params: Params,
+        batch: PackedBatch,
+        key: Array,
+        learning_rate: Array,
+    ) -> tuple[TrainState, StepMetrics]:
+        key = jax.random.fold_in(key, state.step)
+        rows = jnp.arange(batch.tokens.shape[0])
+        keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(rows)
+        loss, sums, grads = value_and_grad(state.params, frozen, target_params, batch, keys)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        metrics = StepMetrics(
+            loss,
+            sums,
+            optax.tree.norm(grads),
+            jnp.sum(batch.documents > 0),
+            jnp.sum(batch.answer),
+        )
+        params = jax.tree.map(lambda p, u: p - learning_rate * u, state.params, updates)
+        return TrainState(params, opt_state, state.step + 1), metrics
+
+    return step
+
+
 class Stepper:
     """The compiled step of a problem on a mesh, and its constant arguments in place.
 
@@ -101,32 +146,9 @@ class Stepper:
         self._frozen = jax.device_put(problem.frozen, sharding.named(mesh, frozen_specs))
         self._target = jax.device_put(problem.target_params, sharding.named(mesh, target_specs))
         self._optimizer = optimizer
-        value_and_grad = _on_mesh(
-            problem.objective, mesh, (self._specs, frozen_specs, target_specs)
+        step = make_step(
+            problem.objective, optimizer, mesh, (self._specs, frozen_specs, target_specs)
         )
-
-        def step(
-            state: TrainState,
-            frozen: Params,
-            target_params: Params,
-            batch: PackedBatch,
-            key: Array,
-            learning_rate: Array,
-        ) -> tuple[TrainState, StepMetrics]:
-            key = jax.random.fold_in(key, state.step)
-            rows = jnp.arange(batch.tokens.shape[0])
-            keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(rows)
-            loss, sums, grads = value_and_grad(state.params, frozen, target_params, batch, keys)
-            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-            metrics = StepMetrics(
-                loss,
-                sums,
-                optax.tree.norm(grads),
-                jnp.sum(batch.documents > 0),
-                jnp.sum(batch.answer),
-            )
-            params = jax.tree.map(lambda p, u: p - learning_rate * u, state.params, updates)
-            return TrainState(params, opt_state, state.step + 1), metrics
 
         # Whatever differs from run to run is an argument, so that a compiled step serves all.
         self._key = jax.random.key(seed)
