@@ -127,6 +127,7 @@ def generate(
     batch_size: int = 8,
     raw: bool = False,
     progress: Callable[[int, int], None] | None = None,
+    names: Sequence[str] | None = None,
 ) -> list[Output]:
     """Answer prompts, in their order.
 
@@ -137,12 +138,13 @@ def generate(
       batch_size: requests that run together.
       raw: do not apply the chat template to strings.
       progress: called with (done, total) after each batch.
+      names: what errors call the prompts; None = "prompt 0" and so on.
 
     Raises:
       InputError: before anything is compiled.
     """
     speculator = make_speculator(pair, method, num_draft_tokens, draft_sampling, verify)
-    requests = _requests(pair, prompts, params, raw)
+    requests = _requests(pair, prompts, params, raw, names)
     outputs, _ = runner.run_requests(pair, speculator, requests, batch_size, progress)
     warn_if_nothing_accepted(outputs)
     return outputs
@@ -158,10 +160,12 @@ def stream(
     draft_sampling: DraftSampling = "sample",
     verify: Verification = "coupled",
     raw: bool = False,
+    name: str = "prompt 0",
 ) -> Iterator[str | Output]:
-    """Yield pieces of the answer as they are confirmed, then the Output."""
+    """Yield pieces of the answer as they are confirmed, then the Output; `name` is what errors
+    call the prompt."""
     speculator = make_speculator(pair, method, num_draft_tokens, draft_sampling, verify)
-    (batch,) = batching.make_batches(_requests(pair, [prompt], params, raw), 1)
+    (batch,) = batching.make_batches(_requests(pair, [prompt], params, raw, [name]), 1)
 
     def pieces() -> Iterator[str | Output]:
         shown = 0
@@ -183,6 +187,7 @@ def _requests(
     prompts: Prompt | Sequence[Prompt],
     params: SamplingParams | Sequence[SamplingParams],
     raw: bool,
+    names: Sequence[str] | None,
 ) -> list[Request]:
     listed = [prompts] if _is_one_prompt(prompts) else list(prompts)
     if isinstance(params, SamplingParams):
@@ -200,6 +205,7 @@ def _requests(
         listed,  # type: ignore[arg-type]
         each,
         raw=raw,
+        names=names,
     )
 
 

@@ -113,14 +113,16 @@ def make_requests(
     params: Sequence[SamplingParams],
     *,
     raw: bool = False,
+    names: Sequence[str] | None = None,
 ) -> list[Request]:
-    """Prompts as token ids, each with its own parameters; raises InputError naming the prompt.
+    """Prompts as token ids, each with its own parameters; raises InputError naming the prompt,
+    as in `names` or by its number.
 
     `raw` gives strings to the model without the chat template.
     """
     requests = []
     for index, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
-        where = f"prompt {index}"
+        where = names[index] if names else f"prompt {index}"
         ids = encode_prompt(tokenizer, prompt, raw=raw, where=where)
         if one.stop and tokenizer is None:
             raise InputError(f"{where}: found stop strings, but no tokenizer is loaded")

@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from importlib import metadata
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 from peagle_jax.commands import COMMANDS
 from peagle_jax.errors import InputError
@@ -30,9 +30,16 @@ class _Version(argparse.Action):
         parser.exit()
 
 
+class _Parser(argparse.ArgumentParser):
+    """Answers a command line that it does not understand in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_BAD_INPUT, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The whole command line: a subparser for each of `peagle_jax.commands`."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="peagle",
         description="Lossless P-EAGLE speculative decoding in JAX.",
     )
@@ -68,8 +75,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     130 interrupted; 141 the reader of stdout went away. argparse exits by itself, with 2
     for a command line that it does not understand.
     """
-    # Without torch, transformers advises that it has no models; only its tokenizers are used.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
         try:

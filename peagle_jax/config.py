@@ -215,8 +215,8 @@ class DrafterConfig:
             )
         if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
             raise InputError(
-                f"mask token id: found {self.mask_token_id}, expected one below the "
-                f"vocabulary size {self.vocab_size}"
+                f"mask token id (mask_token_id, pard_token or ptd_token_id): found "
+                f"{self.mask_token_id}, expected 0 to {self.vocab_size - 1}"
             )
         if not self.aux_layer_ids:
             if self.parallel:

@@ -32,6 +32,7 @@ def find_prompt(value: Any, where: str) -> JsonPrompt:
     Raises InputError that begins with `where`.
     """
     if isinstance(value, str):
+        check_text(value, where)
         return value
     if not isinstance(value, dict):
         raise InputError(f"{where}: found {shown(value)}, expected a string or an object")
@@ -46,7 +47,26 @@ def find_prompt(value: Any, where: str) -> JsonPrompt:
     prompt: JsonPrompt = value[key]
     if not check(prompt):
         raise InputError(f"{where}: {key}: found {shown(prompt)}, expected {expected}")
+    if isinstance(prompt, str):
+        check_text(prompt, f"{where}: {key}")
+    elif not prompt:
+        raise InputError(f"{where}: {key}: found an empty list, expected {expected}")
+    for turn in prompt if key == "messages" else ():
+        check_text(turn["content"], f"{where}: {key}", empty=True)  # type: ignore[index]
     return prompt
+
+
+def check_text(text: str, where: str, *, empty: bool = False) -> None:
+    """Raises InputError for text that no tokenizer takes, and unless `empty` for none at all."""
+    if not text and not empty:
+        raise InputError(f"{where}: found an empty prompt, expected text")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"{where}: found half a character at {error.start} (U+{ord(text[error.start]):04X}), "
+            "expected Unicode text"
+        ) from None
 
 
 def _is_text(value: Any) -> bool:

@@ -8,6 +8,7 @@ from typing import Any, cast
 import numpy as np
 
 from peagle_jax.errors import InputError
+from peagle_jax.prompt_lines import check_text
 
 # A string, a chat (list of {"role", "content"}), or token ids.
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int] | Sequence[np.integer] | np.ndarray
@@ -21,8 +22,7 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, *, raw: bool, where: str = "pr
     `where` names the prompt in errors. Raises InputError for an empty or malformed one.
     """
     if isinstance(prompt, str):
-        if not prompt:
-            raise InputError(f"{where}: found an empty prompt, expected text")
+        check_text(prompt, where)
         _need_tokenizer(tokenizer, where)
         if raw or not getattr(tokenizer, "chat_template", None):
             return _not_empty(tokenizer(prompt)["input_ids"], where)
@@ -35,6 +35,8 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, *, raw: bool, where: str = "pr
         for message in prompt:
             if not {"role", "content"} <= message.keys():  # type: ignore[union-attr]
                 raise InputError(f"{where}: found message {message!r}, expected role and content")
+            if isinstance(message["content"], str):  # type: ignore[index]
+                check_text(message["content"], where, empty=True)  # type: ignore[index]
         _need_tokenizer(tokenizer, where)
         if not getattr(tokenizer, "chat_template", None):
             raise InputError(

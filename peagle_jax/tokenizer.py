@@ -44,6 +44,8 @@ def load_tokenizer(source: str | os.PathLike[str]) -> Any:
 
     Code that comes with a model is never run. Raises InputError where there is no tokenizer.
     """
+    # Without torch, transformers advises that it has no models; only its tokenizers are used.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     if os.fspath(source) == "smollm2" and not Path(source).exists():
         return _from_folder(shipped.path("smollm2-135m-instruct-tokenizer"))
     path = locate(source, weights=False)

@@ -253,6 +253,8 @@ def refused(pair: Pair, *words: str) -> Iterator[None]:
     [
         ("", ("prompt 0", "empty")),
         (["a", ""], ("prompt 1", "empty")),
+        ("a\ud800", ("prompt 0", "half a character at 1 (U+D800)")),
+        ([[{"role": "user", "content": "\udcff"}]], ("prompt 0", "half a character at 0")),
         ([[]], ("prompt 0", "[]")),
         (["a", [1, 23]], ("prompt 1", "23", "0 to 22")),
         ([[-1]], ("prompt 0", "-1")),

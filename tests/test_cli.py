@@ -44,7 +44,10 @@ def test_a_wrong_command_line_exits_2(argv, capsys):
     with pytest.raises(SystemExit) as exit_:
         cli.main(argv)
     assert exit_.value.code == 2
-    assert "Traceback" not in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "error: " in err
+    assert err.endswith(" --help\n")
+    assert err.count("\n") == 1
 
 
 def test_help_imports_nothing_heavy():

@@ -78,6 +78,7 @@ def test_defaults(library):
                 "raw": False,
                 "batch_size": 8,
                 "progress": None,
+                "names": ["PROMPT"],
             },
         ),
     ]
@@ -109,6 +110,7 @@ def test_every_option_arrives(library):
         "raw": True,
         "batch_size": 2,
         "progress": None,
+        "names": ["PROMPT"],
     }
 
 
@@ -216,7 +218,7 @@ def test_prompt_files_hold_every_kind(tmp_path):
         json.dumps({"token_ids": [1, 2]}),
     ]
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    assert read_prompts(file) == ["a string with a \u2028 line separator", "text", chat, [1, 2]]
+    assert read_prompts(file)[0] == ["a string with a \u2028 line separator", "text", chat, [1, 2]]
 
 
 @pytest.mark.parametrize(
@@ -233,6 +235,11 @@ def test_prompt_files_hold_every_kind(tmp_path):
         ('{"token_ids": [1, true]}', "1: token_ids: found [1, true], expected a list of integers"),
         ('{"token_ids": [-1]}', "1: token_ids: found [-1], expected a list of integers from 0"),
         ('{"messages": [{"role": "user"}]}', '1: messages: found [{"role": "user"}], expected'),
+        ('""', "1: found an empty prompt, expected text"),
+        ('{"token_ids": []}', "1: token_ids: found an empty list, expected a list of integers"),
+        ('{"messages": []}', "1: messages: found an empty list, expected a list of"),
+        ('"\\ud800"', "1: found half a character at 0 (U+D800), expected Unicode text"),
+        ('{"prompt": "a\\udfff"}', "1: prompt: found half a character at 1 (U+DFFF)"),
         ("\n\n", " found no prompts, expected one a line"),
     ],
 )

@@ -212,6 +212,13 @@ def test_bad_input_is_refused_in_one_line(train, tmp_path, capsys, overrides, me
     assert not out.exists()
 
 
+def test_several_processes_are_refused(train, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("jax.process_count", lambda: 4)
+    assert train(tmp_path / "run") == 2
+    assert "train: found 4 processes, expected one" in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "run").exists()
+
+
 def test_another_folder_is_not_written_to(train, tmp_path, capsys):
     (tmp_path / "letter.txt").write_text("dear")
     assert train(tmp_path) == 2

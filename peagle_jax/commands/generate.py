@@ -24,6 +24,7 @@ from peagle_jax.commands.progress import progress_bar
 from peagle_jax.commands.prompts import read_prompts
 from peagle_jax.config import SamplingParams, check_num_draft_tokens, needs_drafter
 from peagle_jax.errors import InputError
+from peagle_jax.prompt_lines import check_text
 
 if TYPE_CHECKING:
     from peagle_jax.runner import Output
@@ -68,7 +69,12 @@ def run(args: argparse.Namespace) -> int:
     if (args.prompt is None) == (args.prompts is None):
         found = "neither" if args.prompt is None else "both"
         raise InputError(f"PROMPT and --prompts: found {found}, expected exactly one")
-    prompts = [args.prompt] if args.prompts is None else read_prompts(args.prompts)
+    prompts: list[Any]
+    if args.prompts is None:
+        prompts, names = [args.prompt], ["PROMPT"]
+        check_text(args.prompt, "PROMPT")
+    else:
+        prompts, names = read_prompts(args.prompts)
 
     from peagle_jax import api
 
@@ -82,13 +88,19 @@ def run(args: argparse.Namespace) -> int:
         "raw": args.raw,
     }
     if args.stream:
-        for prompt in prompts:
-            _print_stream(api.stream(pair, prompt, params, **options))
+        for prompt, name in zip(prompts, names, strict=True):
+            _print_stream(api.stream(pair, prompt, params, name=name, **options))
         return 0
     bar = progress_bar("prompts") if len(prompts) > 1 else contextlib.nullcontext()
     with bar as progress:
         outputs = api.generate(
-            pair, prompts, params, batch_size=args.batch_size, progress=progress, **options
+            pair,
+            prompts,
+            params,
+            batch_size=args.batch_size,
+            progress=progress,
+            names=names,
+            **options,
         )
     for output in outputs:
         if args.json:

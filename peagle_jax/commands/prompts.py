@@ -21,14 +21,16 @@ class Record:
     source: str | None = None
 
 
-def read_prompts(path: Path) -> list[JsonPrompt]:
-    """The prompts of a JSON Lines file, in its order; empty lines are skipped.
+def read_prompts(path: Path) -> tuple[list[JsonPrompt], list[str]]:
+    """The prompts of a JSON Lines file, in its order, and what errors call them, "file:line";
+    empty lines are skipped.
 
     A line is a JSON string, or an object with exactly one of the keys `prompt` (a string),
     `messages` (a list of {"role", "content"}) and `token_ids` (a list of integers); its
     other keys are ignored. Raises InputError naming the file, line and key.
     """
-    return [prompt for _, _, prompt in _read(path)]
+    lines = _read(path)
+    return [prompt for _, _, prompt in lines], [where for where, _, _ in lines]
 
 
 def read_records(path: Path) -> list[Record]:

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     own = args.out / "config.toml"
     path = own if args.config is None and own.exists() else args.config
     config = train_config.load(path, args.set, given)
-    prompts = read_prompts(Path(config.eval.prompts)) if config.eval.prompts else []
+    prompts = read_prompts(Path(config.eval.prompts))[0] if config.eval.prompts else []
 
     from peagle_jax import compile_cache
     from peagle_jax.training.checkpoints import CheckpointError

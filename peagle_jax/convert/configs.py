@@ -124,14 +124,20 @@ def model_config(
     for source in (config, generation_config or {}):
         ids = source.get("eos_token_id")
         eos += [] if ids is None else ids if isinstance(ids, list) else [ids]
+    vocab_size = integer(config, "vocab_size", where)
+    for token in eos:
+        if type(token) is not int or not 0 <= token < vocab_size:
+            raise InputError(
+                f"{where}: eos_token_id: found {token!r}, expected 0 to {vocab_size - 1}"
+            )
     with located(where):
         return ModelConfig(
             block=block_config(config, family, where),
-            vocab_size=integer(config, "vocab_size", where),
+            vocab_size=vocab_size,
             max_positions=int(config.get("max_position_embeddings") or family.max_positions),
             tie_embeddings=bool(config.get("tie_word_embeddings", False)),
             bos_token_id=config.get("bos_token_id"),
-            eos_token_ids=tuple(dict.fromkeys(int(i) for i in eos)),
+            eos_token_ids=tuple(dict.fromkeys(eos)),
         )
 
 

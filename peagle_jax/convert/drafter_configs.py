@@ -134,7 +134,8 @@ def drafter_config(
     parallel = says_parallel or mask_id is not None or "mask_hidden" in tensors
     if parallel and "mask_hidden" not in tensors:
         raise InputError(
-            f"{where}: mask_hidden: found no such tensor, expected one in a parallel drafter"
+            f"{where}: mask_hidden: found no such tensor in the weights beside it, expected one in "
+            "a parallel drafter"
         )
     block = block_config(inner, family, where)
     vocab_size = integer(inner, "vocab_size", where)

@@ -7,6 +7,7 @@ from typing import Any
 
 from peagle_jax.convert.base_reader import MANIFEST, Reader, read_json
 from peagle_jax.errors import InputError
+from peagle_jax.json_values import shown
 
 
 def open_reader(path: Path) -> Reader:
@@ -55,7 +56,9 @@ def _open_file(path: Path) -> Reader:
 def _open_shards(index_path: Path, suffix: str) -> Reader:
     weight_map = read_json(index_path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise InputError(f"{index_path}: weight_map: found none, expected tensor names to files")
+        raise InputError(
+            f"{index_path}: weight_map: found {shown(weight_map)}, expected tensor names to files"
+        )
     shards = sorted({index_path.parent / Path(name).name for name in weight_map.values()})
     for shard in shards:
         if not shard.is_file():

@@ -132,8 +132,6 @@ def _read(value: Any, line: InputLine, defaults: SamplingParams, where: str) -> 
         name, call = read_batch_line(value, defaults, where)
         return BatchRequest(name, call.prompt, call.params, line.file, line.number, call.raw, call)
     prompt = find_prompt(value, where)
-    if not prompt:
-        raise InputError(f"{where}: found an empty prompt, expected some")
     fields = value if isinstance(value, dict) else {}
     given = fields.get("id")
     if given is not None and (type(given) not in (str, int) or given == ""):

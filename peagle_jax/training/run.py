@@ -146,7 +146,10 @@ def open_run(config: TrainConfig, folder: Path, prompts: Sequence[Prompt] = ()) 
     where the configuration is not the run's, see `train_config.check_same_run`.
     """
     if jax.process_count() > 1:
-        raise InputError(f"train: found {jax.process_count()} processes, expected one")
+        raise InputError(
+            f"train: found {jax.process_count()} processes, expected one: a run is trained on the "
+            "devices of one host"
+        )
     folder = folder.expanduser().absolute()
     saved = _saved_config(folder)
     if saved is not None:

@@ -286,3 +286,10 @@ def test_mix_that_no_family_has_is_not_written() -> None:
     block = BlockConfig(32, 48, 2, 4, 4, 8, out_bias=True)
     with pytest.raises(InputError, match="found a mix of biases"):
         target_json(ModelConfig(block, 100, 64), "float32")
+
+
+@pytest.mark.parametrize("eos", [-1, 99_999, [2, "3"]])
+def test_an_end_of_sequence_outside_the_vocabulary_is_refused(eos: object) -> None:
+    config = {**BASE, "eos_token_id": eos}
+    with pytest.raises(InputError, match=r"config\.json: eos_token_id: found .*, expected 0 to"):
+        model_config(config, "config.json")

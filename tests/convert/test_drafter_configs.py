@@ -167,9 +167,13 @@ def test_head_can_be_lent_to_a_draft_vocabulary() -> None:
 @pytest.mark.parametrize(
     ("changes", "tensors", "message"),
     [
-        ({}, SEQUENTIAL, "mask_hidden: found no such tensor, expected one in a parallel drafter"),
+        (
+            {},
+            SEQUENTIAL,
+            "mask_hidden: found no such tensor in the weights beside it, expected one in a",
+        ),
         ({"ptd_token_id": None}, PARALLEL, "mask token id: found none, expected one in a parallel"),
-        ({"ptd_token_id": VOCAB}, PARALLEL, "mask token id: found 40, expected one below.*40"),
+        ({"ptd_token_id": VOCAB}, PARALLEL, "ptd_token_id.: found 40, expected 0 to 39"),
         ({"ptd_token_id": "x"}, PARALLEL, "ptd_token_id: found 'x', expected a token id"),
         ({"draft_vocab_size": 41}, PARALLEL, "draft_vocab_size: found 41, expected 1 to 40"),
         ({"norm_before_fc": True, "fc_norm": True}, PARALLEL, "found both true, expected at most"),

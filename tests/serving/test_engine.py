@@ -14,12 +14,14 @@ import pytest
 
 from peagle_jax.config import SamplingParams
 from peagle_jax.errors import InputError
+from peagle_jax.serving import engine as engine_module
 from peagle_jax.serving.engine import PagedEngine, Programs, make_shape, page_bytes
 from peagle_jax.serving.engine_protocol import Engine, EngineShape
 from peagle_jax.serving.scheduler import Policy, Scheduler
 from peagle_jax.serving.sequence import Finished, Request
 from tests.decoding import tiny
 from tests.decoding.tiny import PARAMS, Tiny
+from tests.training.dense_reference import QUICK
 
 EOS = (21, 4)
 CONTEXT = 56  # met by the longest prompts
@@ -54,6 +56,18 @@ CASES = {
         "p-eagle", 3, 6, 8, None, 24, 4, programs=Programs(prefill_rows=256, least_width=32)
     ),
 }
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs run for milliseconds here: compiling is what takes time."""
+
+    def compiled(programs: dict[Any, Any], key: Any, lower: Any) -> tuple[Any, float]:
+        if key not in programs:
+            programs[key] = lower().compile(compiler_options=QUICK)
+        return programs[key], 0.0
+
+    monkeypatch.setattr(engine_module, "compiled", compiled)
 
 
 def make_requests(seed: int, count: int, longest: int, most_new: int) -> list[Request]:

@@ -111,7 +111,7 @@ def test_seeds_depend_on_the_id_and_the_run_alone() -> None:
         (b"1" * 5000, "found invalid JSON (Exceeds the limit"),
         (3, "found 3, expected a string or an object"),
         ("", "found an empty prompt"),
-        ({"token_ids": []}, "found an empty prompt"),
+        ({"token_ids": []}, "token_ids: found an empty list"),
         ({"id": "a"}, "found none of them, expected exactly one of prompt, messages, token_ids"),
         ({"prompt": "a", "token_ids": [1]}, "found prompt and token_ids, expected exactly one"),
         ({"prompt": 3}, "prompt: found 3, expected a string"),
