@@ -19,6 +19,7 @@ from peagle_jax.config import (
     SamplingParams,
     Verification,
     check_num_draft_tokens,
+    needs_drafter,
 )
 from peagle_jax.decoding.speculate import Speculator
 from peagle_jax.errors import InputError
@@ -98,6 +99,10 @@ def make_speculator(
     check_num_draft_tokens(num_draft_tokens)
     if method == "none":
         return Speculator(pair.target, dtype=pair.dtype)
+    if not needs_drafter(method):
+        return Speculator(
+            pair.target, None, method, num_draft_tokens, draft_sampling, verify, pair.dtype
+        )
     if pair.drafter is None:
         raise InputError(f"method: found {method!r}, but no drafter is loaded; expected 'none'")
     if pair.drafter.method != method:

@@ -13,12 +13,17 @@ from peagle_jax.errors import InputError
 
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 RouterScores = Literal["softmax_top_k", "top_k_softmax"]
-Method = Literal["p-eagle", "eagle3", "none"]
+Method = Literal["p-eagle", "eagle3", "prompt-lookup", "none"]
 DraftSampling = Literal["greedy", "sample"]
 Verification = Literal["coupled", "rejection"]
 
-METHODS: tuple[Method, ...] = ("p-eagle", "eagle3", "none")
+METHODS: tuple[Method, ...] = ("p-eagle", "eagle3", "prompt-lookup", "none")
 MAX_DRAFT_TOKENS = 32
+
+
+def needs_drafter(method: Method | None) -> bool:
+    """Whether a drafter network drafts; None stands for the method of one."""
+    return method not in ("prompt-lookup", "none")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,8 @@ import numpy as np
 from peagle_jax.batching import Batch, Request, make_batches
 from peagle_jax.config import DrafterConfig, ModelConfig
 from peagle_jax.decoding import generate as decode
-from peagle_jax.decoding.speculate import DecodeState, Speculator
+from peagle_jax.decoding.speculate import Speculator
+from peagle_jax.decoding.state import DecodeState
 from peagle_jax.metrics import GenerationStats
 from peagle_jax.text import TextStream
 

@@ -22,7 +22,7 @@ from peagle_jax.commands.options import (
     sampling_params,
 )
 from peagle_jax.commands.progress import progress_bar
-from peagle_jax.config import SamplingParams, check_num_draft_tokens
+from peagle_jax.config import SamplingParams, check_num_draft_tokens, needs_drafter
 from peagle_jax.errors import InputError
 
 HELP = "answer files of requests, many at a time"
@@ -129,7 +129,7 @@ def run(args: argparse.Namespace) -> int:
 
     with _ended_by_sigterm(), ResultsFile(args.output, _settings(args, params)) as results:
         errors = ErrorsFile(errors_file)
-        drafter = None if args.method == "none" else args.drafter
+        drafter = args.drafter if needs_drafter(args.method) else None
         pair = api.load(target=args.model, drafter=drafter, dtype=args.dtype)
         speculator = api.make_speculator(
             pair, args.method, args.num_draft_tokens, args.draft_sampling, args.verify

@@ -11,7 +11,12 @@ from pathlib import Path
 from peagle_jax.commands.options import add_batch_size, add_drafter, add_model
 from peagle_jax.commands.progress import progress_bar
 from peagle_jax.commands.prompts import read_records
-from peagle_jax.config import METHODS, SamplingParams, check_num_draft_tokens
+from peagle_jax.config import (
+    METHODS,
+    SamplingParams,
+    check_num_draft_tokens,
+    needs_drafter,
+)
 from peagle_jax.errors import InputError
 
 HELP = "measure a drafter's acceptance length on prompts"
@@ -24,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_drafter(models)
     models.add_argument(
         "--method",
-        choices=tuple(method for method in METHODS if method != "none"),
+        choices=tuple(method for method in METHODS if needs_drafter(method)),
         help="how to draft (the drafter's own)",
     )
 

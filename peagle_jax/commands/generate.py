@@ -22,7 +22,7 @@ from peagle_jax.commands.options import (
 )
 from peagle_jax.commands.progress import progress_bar
 from peagle_jax.commands.prompts import read_prompts
-from peagle_jax.config import SamplingParams, check_num_draft_tokens
+from peagle_jax.config import SamplingParams, check_num_draft_tokens, needs_drafter
 from peagle_jax.errors import InputError
 from peagle_jax.prompt_lines import check_text
 
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
     from peagle_jax import api
 
-    drafter = None if args.method == "none" else args.drafter
+    drafter = args.drafter if needs_drafter(args.method) else None
     pair = api.load(target=args.model, drafter=drafter, dtype=args.dtype)
     options: dict[str, Any] = {
         "method": args.method,

@@ -35,7 +35,10 @@ def add_drafter(options: Options) -> None:
 def add_drafting(options: Options) -> None:
     """`--method`, `--num-draft-tokens`, `--draft-sampling` and `--verify`."""
     options.add_argument(
-        "--method", choices=METHODS, help="none = plain decoding (the drafter's own)"
+        "--method",
+        choices=METHODS,
+        help="prompt-lookup drafts from the text's own past, none = plain decoding "
+        "(the drafter's own)",
     )
     options.add_argument(
         "--num-draft-tokens", type=int, default=5, metavar="K", help="drafts a step (%(default)s)"

@@ -14,7 +14,8 @@ from jaxtyping import Array, Bool, Int
 
 from peagle_jax.decoding import sampling
 from peagle_jax.decoding.sampling import RequestArrays
-from peagle_jax.decoding.speculate import DecodeState, Params, Speculator
+from peagle_jax.decoding.speculate import Speculator
+from peagle_jax.decoding.state import DecodeState, Params
 from peagle_jax.decoding.verify import Verified
 
 PREFILL_CHUNK = 512
@@ -92,6 +93,8 @@ def prefill(
     if size % chunk:
         raise ValueError(f"prompt size {size} is not a multiple of the chunk {chunk}")
     state = speculator.init_state(batch, size, max_new_tokens)
+    if state.history.shape[1]:
+        state = dataclasses.replace(state, history=state.history.at[:, :size].set(prompts))
     # Row p of the drafter holds x_{p+1}; what row n-1 holds is not known yet, and the
     # first draft step writes that row again.
     following = jnp.pad(prompts[:, 1:], ((0, 0), (0, 1)))
@@ -116,7 +119,7 @@ def prefill(
             return jnp.where(here, jnp.take_along_axis(values, row, axis=1)[:, 0], before)
 
         pending = state.pending_features
-        if speculator.drafts:
+        if speculator.drafter:
             pending = pending.at[:, 0].set(last(out.features, pending[:, 0]))
         state = dataclasses.replace(
             state, target_cache=out.cache, draft_cache=draft_cache, pending_features=pending

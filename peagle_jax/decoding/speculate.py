@@ -1,7 +1,8 @@
 """The speculative step: draft K tokens, verify them in one pass, commit what stands.
 
-One step serves every method: plain decoding is the step with K = 0, EAGLE-3 the
-step whose drafts take K passes, P-EAGLE the one whose drafts take one. Whole-loop
+One step serves every method: plain decoding is the step with K = 0, EAGLE-3 the step whose
+drafts take K passes, P-EAGLE the one whose drafts take one, prompt lookup the one whose drafts
+take none. Whole-loop
 generation, streaming and a serving engine all call `Speculator.step`.
 
 Positions. `length` n counts the tokens whose keys are in the target's cache, so
@@ -17,59 +18,33 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from peagle_jax.config import DrafterConfig, DraftSampling, Method, ModelConfig, Verification
+from peagle_jax.config import (
+    DrafterConfig,
+    DraftSampling,
+    Method,
+    ModelConfig,
+    Verification,
+    needs_drafter,
+)
 from peagle_jax.decoding import sampling
+from peagle_jax.decoding.draft import Drafted, Drafting
+from peagle_jax.decoding.networks import Networks
 from peagle_jax.decoding.sampling import RequestArrays
+from peagle_jax.decoding.state import DecodeState, Params
 from peagle_jax.decoding.verify import Verified, verify_coupled, verify_rejection
 from peagle_jax.models.cache import KVCache
-from peagle_jax.models.decoder import Decoder, DecoderOutput
-from peagle_jax.models.drafter import Drafter
-from peagle_jax.models.layers import ROW_TILE
+from peagle_jax.models.decoder import DecoderOutput
 from peagle_jax.models.paged_cache import Cache
-
-Params = dict[str, Any]  # {"target": ..., "drafter": ...}; "drafter" absent when plain
-
-
-@struct.dataclass
-class DecodeState:
-    """Everything a step needs and returns. K = drafts a step, F = raw feature width.
-
-    length: n, tokens in the target's cache = position of `last_token`.
-    last_token: x_n, confirmed and not yet seen by the target.
-    pending_tokens, pending_features: the drafter's real rows to come; entry i < m
-      pairs x_{p+1} with the target's feature of position p = n - m + i.
-    pending_count: m, 1 .. K+1.
-    output: confirmed tokens; entries from `emitted` on are scratch.
-    emitted: how many tokens of `output` count.
-    finished: rows that are done; a step leaves their counters as they are.
-    hit_eos: finished by an end-of-sequence token rather than by length.
-    num_drafts: verification steps that had drafts.
-    accepted_per_position: of those, how many accepted the draft at each position.
-    """
-
-    target_cache: Cache
-    draft_cache: Cache | None
-    length: Int[Array, "batch"]
-    last_token: Int[Array, "batch"]
-    pending_tokens: Int[Array, "batch pending"]
-    pending_features: Float[Array, "batch pending raw"]
-    pending_count: Int[Array, "batch"]
-    output: Int[Array, "batch output"]
-    emitted: Int[Array, "batch"]
-    finished: Bool[Array, "batch"]
-    hit_eos: Bool[Array, "batch"]
-    num_drafts: Int[Array, "batch"]
-    accepted_per_position: Int[Array, "batch drafts"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Speculator:
     """A target, perhaps a drafter, and how they work together. Hashable: a jit static.
 
-    `num_draft_tokens` is K, 0 exactly when `method` is "none".
+    `num_draft_tokens` is K, 0 exactly when `method` is "none". There is a drafter exactly
+    when the method needs one.
     """
 
     target: ModelConfig
@@ -83,13 +58,14 @@ class Speculator:
     def __post_init__(self) -> None:
         if (self.method == "none") != (self.num_draft_tokens == 0):
             raise ValueError("num_draft_tokens is 0 exactly when nothing is drafted")
-        if self.method != "none" and (self.drafter is None or self.drafter.method != self.method):
-            raise ValueError(f"method {self.method!r} needs a drafter that was trained for it")
+        trained_for = self.drafter.method if self.drafter else None
+        if trained_for != (self.method if needs_drafter(self.method) else None):
+            raise ValueError(f"method {self.method!r} with a drafter for {trained_for!r}")
 
     @property
     def aux_layer_ids(self) -> tuple[int, ...]:
         """Depths whose residual streams the target hands over."""
-        return self.drafter.aux_layer_ids if self.drafts and self.drafter else ()
+        return self.drafter.aux_layer_ids if self.drafter else ()
 
     @property
     def drafts(self) -> bool:
@@ -105,6 +81,12 @@ class Speculator:
         needed = prompt_size + max_new_tokens + 2 * self.num_draft_tokens + 1
         return -(-needed // 64) * 64
 
+    def history_size(self, most_tokens: int) -> int:
+        """Width of `DecodeState.history` for texts of so many tokens: of those past the newest,
+        a verification's K+1 are written."""
+        looks_up = self.method == "prompt-lookup"
+        return most_tokens + self.num_draft_tokens + 1 if looks_up else 0
+
     def init_state(self, batch: int, prompt_size: int, max_new_tokens: int) -> DecodeState:
         """Empty caches and counters for `batch` sequences.
 
@@ -113,9 +95,9 @@ class Speculator:
         """
         capacity = self.required_capacity(prompt_size, max_new_tokens)
         k, dtype = self.num_draft_tokens, jnp.dtype(self.dtype)
-        width = self.drafter.feature_size if self.drafts and self.drafter else 0
+        width = self.drafter.feature_size if self.drafter else 0
         draft_cache = None
-        if self.drafts and self.drafter:
+        if self.drafter:
             draft_cache = KVCache.init(self.drafter.block, batch, capacity, dtype, span=2 * k)
 
         def zeros(*shape: int, dtype: Any = jnp.int32) -> Array:
@@ -129,6 +111,7 @@ class Speculator:
             pending_tokens=zeros(k + 1),
             pending_features=zeros(k + 1, width, dtype=dtype),
             pending_count=zeros(),
+            history=zeros(self.history_size(prompt_size + max_new_tokens)),
             output=zeros(max_new_tokens + k + 1),
             emitted=zeros(),
             finished=zeros(dtype=bool),
@@ -149,12 +132,8 @@ class Speculator:
             drafts, draft_logits, draft_cache = self.draft(params, state, requests, noise[:, :k])
         with jax.named_scope("verify"):
             tokens = jnp.concatenate([state.last_token[:, None], drafts], axis=1)
-            out = self._decoder().apply(
-                {"params": params["target"]},
-                tokens,
-                state.length,
-                state.target_cache,
-                self.aux_layer_ids,
+            out = self.networks(params).of_target(
+                tokens, state.length, state.target_cache, self.aux_layer_ids
             )
             if self.verification == "coupled" or not self.drafts:
                 choices = self.choose(params, out.hidden, requests, noise)
@@ -205,6 +184,12 @@ class Speculator:
         output = jax.vmap(lambda o, t, at: jax.lax.dynamic_update_slice(o, t, (at,)))(
             state.output, verified.tokens, state.emitted
         )
+        history = state.history
+        if self.method == "prompt-lookup":
+            # In range as the output is. What a finished row writes stays past its text.
+            history = jax.vmap(lambda h, t, at: jax.lax.dynamic_update_slice(h, t, (at,)))(
+                history, verified.tokens, state.length + 1
+            )
         last = jnp.take_along_axis(verified.tokens, verified.count[:, None] - 1, axis=1)[:, 0]
         pad = state.pending_tokens.shape[1] - rows
         moved = dataclasses.replace(
@@ -225,13 +210,12 @@ class Speculator:
         return dataclasses.replace(
             moved,
             **kept_still,
+            history=history,
             output=output,
             emitted=state.emitted + kept,
             finished=state.finished | done,
             hit_eos=jnp.where(active, hit_eos, state.hit_eos),
         )
-
-    # --- drafting -----------------------------------------------------------------
 
     def draft(
         self,
@@ -239,125 +223,17 @@ class Speculator:
         state: DecodeState,
         requests: RequestArrays,
         noise: Float[Array, "batch drafts vocab"],
-    ) -> tuple[
-        Int[Array, "batch drafts"], Float[Array, "batch drafts draft_vocab"] | None, Cache | None
-    ]:
-        """K drafted tokens (target ids), their processed logits, the drafter's cache."""
-        if not self.drafts:
-            return jnp.zeros((state.length.shape[0], 0), jnp.int32), None, None
-        if self.method == "p-eagle":
-            return self._draft_parallel(params, state, requests, noise)
-        return self._draft_autoregressive(params, state, requests, noise)
+    ) -> Drafted:
+        """K tokens for every sequence; see `Drafting.draft`."""
+        return Drafting(
+            self.networks(params),
+            self.method,
+            self.num_draft_tokens,
+            self.draft_sampling,
+            self.verification,
+        ).draft(state, requests, noise)
 
-    def _draft_parallel(
-        self, params: Params, state: DecodeState, requests: RequestArrays, noise: Array
-    ) -> tuple[Array, Array | None, Cache]:
-        """One pass whatever K is: each sequence's m real rows, then its K-1 mask rows.
-
-        m is K+1 at most, but mostly small: where every sequence's rows fit one tile of
-        the matrix products, a smaller pass of the same meaning is taken.
-        """
-        k = self.num_draft_tokens
-        # A finished row's m is stale, and nothing of it counts.
-        m = jnp.where(state.finished, 1, state.pending_count)
-
-        def run(most: int) -> tuple[Array, Cache]:
-            return self._parallel_pass(params, state, jnp.minimum(m, most), most)
-
-        few = max(1, ROW_TILE - (k - 1))
-        if few < k + 1:
-            stream, cache = jax.lax.cond(jnp.max(m) <= few, lambda: run(few), lambda: run(k + 1))
-        else:
-            stream, cache = run(k + 1)
-        drafts, logits = self._pick(params, stream, requests, noise)
-        return drafts, logits, cache
-
-    def _parallel_pass(
-        self, params: Params, state: DecodeState, m: Int[Array, "batch"], most: int
-    ) -> tuple[Float[Array, "batch drafts hidden"], Cache]:
-        """The residual streams that draft, for at most `most` real rows a sequence.
-
-        All rows of a sequence stand at consecutive positions from n - m on. The rows
-        after the last mask row are padding: causal, so nothing that counts sees them.
-        """
-        k = self.num_draft_tokens
-        assert self.drafter is not None
-        assert self.drafter.mask_token_id is not None
-        apply = self._drafter(params)
-        real = jnp.arange(most + k - 1) < m[:, None]
-        extra = ((0, 0), (0, k - 1))
-        tokens = jnp.pad(state.pending_tokens[:, :most], extra)
-        tokens = jnp.where(real, tokens, self.drafter.mask_token_id)
-        features = apply(state.pending_features[:, :most], method="project")
-        features = jnp.pad(features, (*extra, (0, 0)))
-        features = jnp.where(real[..., None], features, apply(method="mask_feature"))
-        stream, cache = apply(
-            self._embed(params, tokens), features, state.length - m, state.draft_cache
-        )
-        # Row m-1 holds the newest token and drafts the first; the mask rows follow it.
-        rows = m[:, None] - 1 + jnp.arange(k)
-        return jnp.take_along_axis(stream, rows[..., None], axis=1), cache
-
-    def _draft_autoregressive(
-        self, params: Params, state: DecodeState, requests: RequestArrays, noise: Array
-    ) -> tuple[Array, Array | None, Cache]:
-        """K passes: the m real rows first, then one row a pass from its own guesses."""
-        k = self.num_draft_tokens
-        assert state.draft_cache is not None
-        apply = self._drafter(params)
-        stream, cache = apply(
-            self._embed(params, state.pending_tokens),
-            apply(state.pending_features, method="project"),
-            state.length - state.pending_count,
-            state.draft_cache,
-        )
-        last = (state.pending_count - 1)[:, None, None]
-        stream = jnp.take_along_axis(stream, last, axis=1)
-        drafts, logits = self._pick(params, stream, requests, noise[:, :1])
-        all_drafts, all_logits = [drafts], [logits]
-        for j in range(1, k):
-            # The guessed rows' keys are overwritten by real ones in the next step.
-            stream, cache = apply(
-                self._embed(params, drafts),
-                apply(stream, method="next_feature"),
-                state.length + j - 1,
-                cache,
-            )
-            drafts, logits = self._pick(params, stream, requests, noise[:, j : j + 1])
-            all_drafts.append(drafts)
-            all_logits.append(logits)
-        kept = [logits for logits in all_logits if logits is not None]
-        return jnp.concatenate(all_drafts, 1), jnp.concatenate(kept, 1) if kept else None, cache
-
-    def _pick(
-        self,
-        params: Params,
-        stream: Float[Array, "batch drafts hidden"],
-        requests: RequestArrays,
-        noise: Float[Array, "batch drafts vocab"],
-    ) -> tuple[Int[Array, "batch drafts"], Float[Array, "batch drafts draft_vocab"] | None]:
-        """Drafts from the drafter's streams: argmax, or sampled with the target's own noise.
-
-        The processed logits come with them where a verification by rejection needs them.
-        """
-        apply = self._drafter(params)
-        head = self._lent_head(params)
-
-        def best() -> Array:
-            return apply(stream, head, method="best")
-
-        def sample() -> tuple[Array, Array]:
-            logits = sampling.process_logits(apply(stream, head, method="logits"), requests)
-            return sampling.choose(logits, self._to_draft_vocab(params, noise)), logits
-
-        logits = None
-        if self.draft_sampling == "greedy":
-            draft_ids = best()
-        elif self.verification == "rejection":
-            draft_ids, logits = sample()
-        else:
-            draft_ids = jax.lax.cond(jnp.all(requests.greedy), best, lambda: sample()[0])
-        return apply(draft_ids, method="target_ids"), logits
+    # --- the target's choices -----------------------------------------------------
 
     def choose(
         self,
@@ -368,22 +244,15 @@ class Speculator:
     ) -> Int[Array, "batch rows"]:
         """The target's own token at every row. Where no row samples nothing is made of
         the logits but their argmax."""
-        decoder = self._decoder()
+        networks = self.networks(params)
 
         def apply(method: str) -> Any:
-            return decoder.apply({"params": params["target"]}, hidden, method=method)
+            return networks.of_target(hidden, method=method)
 
         def sample() -> Array:
             return sampling.choose(sampling.process_logits(apply("logits"), requests), noise)
 
         return jax.lax.cond(jnp.all(requests.greedy), lambda: apply("best"), sample)
-
-    def _to_draft_vocab(self, params: Params, noise: Array) -> Array:
-        """The noise of the draft vocabulary's tokens."""
-        assert self.drafter is not None
-        if self.drafter.draft_vocab_size == self.drafter.vocab_size:
-            return noise
-        return jnp.take(noise, params["drafter"]["draft_to_target"], axis=-1)
 
     def _reject(
         self,
@@ -400,7 +269,9 @@ class Speculator:
             ids = params["drafter"]["draft_to_target"]
             full = jnp.full((*draft_logits.shape[:-1], self.target.vocab_size), sampling.MASKED)
             draft_logits = full.at[..., ids].set(draft_logits)
-        processed = sampling.process_logits(self.target_logits(params, hidden), requests)
+        processed = sampling.process_logits(
+            self.networks(params).of_target(hidden, method="logits"), requests
+        )
         accept = sampling.uniform_noise(requests, positions[:, :-1], sampling.STREAM_ACCEPT)
         recover = sampling.gumbel_noise(
             requests, positions, self.target.vocab_size, sampling.STREAM_RECOVER
@@ -419,48 +290,18 @@ class Speculator:
     ) -> tuple[DecoderOutput, Cache | None]:
         """A piece of the prompts through both networks; `following` is the token after each,
         `counts` how many rows of a sequence its prompt has here."""
-        out = self._decoder().apply(
-            {"params": params["target"]},
-            tokens,
-            start,
-            target_cache,
-            self.aux_layer_ids,
-            counts,
-        )
-        if not self.drafts:
+        networks = self.networks(params)
+        out = networks.of_target(tokens, start, target_cache, self.aux_layer_ids, counts)
+        if self.drafter is None:
             return out, None
-        apply = self._drafter(params)
-        features = apply(out.features, method="project")
-        embeddings = self._embed(params, following)
-        _, written = apply(embeddings, features, start, draft_cache, counts)
+        features = networks.of_drafter(out.features, method="project")
+        embeddings = networks.draft_embed(following)
+        _, written = networks.of_drafter(embeddings, features, start, draft_cache, counts)
         return out, written
 
-    # --- networks -----------------------------------------------------------------
-
-    def _decoder(self) -> Decoder:
-        return Decoder(self.target, jnp.dtype(self.dtype))
-
-    def target_logits(self, params: Params, hidden: Array) -> Array:
-        """Float32 logits of the target."""
-        return self._decoder().apply({"params": params["target"]}, hidden, method="logits")
-
-    def _drafter(self, params: Params) -> Any:
-        assert self.drafter is not None
-        network = Drafter(self.drafter, jnp.dtype(self.dtype))
-
-        def apply(*args: Any, method: str = "__call__") -> Any:
-            return network.apply({"params": params["drafter"]}, *args, method=method)
-
-        return apply
-
-    def _embed(self, params: Params, tokens: Array) -> Array:
-        lent = params["target"]["embed_tokens"]["embedding"]
-        return self._drafter(params)(tokens, lent, method="embed")
-
-    def _lent_head(self, params: Params) -> Array:
-        if self.target.tie_embeddings:
-            return params["target"]["embed_tokens"]["embedding"]
-        return params["target"]["lm_head"]["kernel"]
+    def networks(self, params: Params) -> Networks:
+        """Both networks with their parameters."""
+        return Networks(self.target, self.drafter, self.dtype, params)
 
 
 def _select(active: Array, new: Array, old: Array) -> Array:

@@ -17,7 +17,8 @@ from jaxtyping import Array, Bool, Float, Int
 from peagle_jax.decoding import sampling
 from peagle_jax.decoding.generate import run_steps
 from peagle_jax.decoding.sampling import RequestArrays
-from peagle_jax.decoding.speculate import DecodeState, Params, Speculator
+from peagle_jax.decoding.speculate import Speculator
+from peagle_jax.decoding.state import DecodeState, Params
 from peagle_jax.decoding.verify import Verified
 from peagle_jax.models.cache import KVCache
 from peagle_jax.models.paged_cache import LayerPages, PagedKVCache, init_pages
@@ -45,6 +46,7 @@ class SlotState:
     pending_tokens: Int[Array, "slots pending"]
     pending_features: Float[Array, "slots pending raw"]
     pending_count: Int[Array, "slots"]
+    history: Int[Array, "slots history"]
     finished: Bool[Array, "slots"]
     hit_eos: Bool[Array, "slots"]
     fresh: Bool[Array, "slots"]
@@ -58,6 +60,7 @@ _SHARED = (
     "pending_tokens",
     "pending_features",
     "pending_count",
+    "history",
     "finished",
     "hit_eos",
 )
@@ -91,10 +94,12 @@ class InsertionArrays:
     requests: RequestArrays
 
 
-def init(speculator: Speculator, num_slots: int, num_pages: int, page_size: int) -> Any:
-    """(Pools, SlotState) without a sequence."""
+def init(
+    speculator: Speculator, num_slots: int, num_pages: int, page_size: int, context: int
+) -> Any:
+    """(Pools, SlotState) without a sequence; `context` is the most tokens of one."""
     k, dtype = speculator.num_draft_tokens, jnp.dtype(speculator.dtype)
-    drafter = speculator.drafter if speculator.drafts else None
+    drafter = speculator.drafter
     pools = Pools(
         init_pages(speculator.target.block, num_pages, page_size, dtype),
         init_pages(drafter.block, num_pages, page_size, dtype) if drafter else (),
@@ -118,6 +123,7 @@ def init(speculator: Speculator, num_slots: int, num_pages: int, page_size: int)
         pending_tokens=zeros(k + 1),
         pending_features=zeros(k + 1, drafter.feature_size if drafter else 0, dtype=dtype),
         pending_count=zeros(),
+        history=zeros(speculator.history_size(context)),
         finished=zeros(dtype=bool),
         hit_eos=zeros(dtype=bool),
         fresh=zeros(dtype=bool),
@@ -142,10 +148,16 @@ def prefill(
         return jnp.take_along_axis(values, row, axis=1)[:, 0]
 
     pending = slots.pending_features
-    if speculator.drafts:
+    if speculator.drafter:
         pending = pending.at[chunks.slot, 0].set(last(out.features), mode="drop")
     hidden = slots.last_hidden.at[chunks.slot].set(last(out.hidden), mode="drop")
-    slots = dataclasses.replace(slots, pending_features=pending, last_hidden=hidden)
+    history = slots.history
+    if history.shape[1]:
+        place = chunks.start[:, None] + jnp.arange(chunks.tokens.shape[1])
+        history = history.at[chunks.slot[:, None], place].set(chunks.tokens, mode="drop")
+    slots = dataclasses.replace(
+        slots, pending_features=pending, history=history, last_hidden=hidden
+    )
     return _pools(out.cache, drafted), slots
 
 
@@ -272,7 +284,9 @@ def _pools(target: Any, drafter: Any) -> Pools:
     return Pools(target.pages, drafter.pages if drafter is not None else ())
 
 
-jit_init = jax.jit(init, static_argnames=("speculator", "num_slots", "num_pages", "page_size"))
+jit_init = jax.jit(
+    init, static_argnames=("speculator", "num_slots", "num_pages", "page_size", "context")
+)
 # Pages are written in place: without donation every call would copy them.
 jit_prefill = jax.jit(prefill, static_argnames="speculator", donate_argnames=("pools", "slots"))
 jit_insert = jax.jit(insert, static_argnames="speculator", donate_argnames="slots")

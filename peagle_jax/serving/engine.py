@@ -18,7 +18,8 @@ from jaxtyping import Int
 from peagle_jax.batching import prompt_bucket
 from peagle_jax.decoding.generate import PREFILL_CHUNK
 from peagle_jax.decoding.sampling import RequestArrays
-from peagle_jax.decoding.speculate import Params, Speculator
+from peagle_jax.decoding.speculate import Speculator
+from peagle_jax.decoding.state import Params
 from peagle_jax.errors import InputError
 from peagle_jax.models.paged_cache import bytes_a_position
 from peagle_jax.runner import compiled
@@ -90,7 +91,7 @@ class PagedEngine:
         self._programs = programs or Programs.for_backend()
         self._executables = {} if executables is None else executables
         self._pools, self._slots = device.jit_init(
-            speculator, shape.num_slots, shape.num_pages, shape.page_size
+            speculator, shape.num_slots, shape.num_pages, shape.page_size, shape.context
         )
 
     # --- the protocol -------------------------------------------------------------
@@ -275,6 +276,6 @@ def make_shape(
 def page_bytes(speculator: Speculator, page_size: int) -> int:
     """Bytes of one page in both networks' caches."""
     blocks = [speculator.target.block]
-    if speculator.drafts and speculator.drafter:
+    if speculator.drafter:
         blocks.append(speculator.drafter.block)
     return page_size * sum(bytes_a_position(block, speculator.dtype) for block in blocks)

@@ -32,8 +32,15 @@ CASES = (
     ("eagle3", 3, "sample"),
     ("eagle3", 5, "greedy"),
     ("eagle3", 8, "sample"),
+    ("prompt-lookup", 3, "greedy"),
+    ("prompt-lookup", 8, "greedy"),
 )
-SMALL_BATCH_CASES = (("none", 0, "sample"), ("p-eagle", 5, "sample"), ("eagle3", 3, "sample"))
+SMALL_BATCH_CASES = (
+    ("none", 0, "sample"),
+    ("p-eagle", 5, "sample"),
+    ("eagle3", 3, "sample"),
+    ("prompt-lookup", 3, "greedy"),
+)
 
 
 def prompts() -> list[list[int]]:

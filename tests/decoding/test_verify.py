@@ -302,7 +302,13 @@ def logits_after_prompt(models: Tiny) -> list[np.ndarray]:
     ids=names,
 )
 @pytest.mark.parametrize(
-    ("method", "mode"), [("p-eagle", "sample"), ("p-eagle", "greedy"), ("eagle3", "sample")]
+    ("method", "mode"),
+    [
+        ("p-eagle", "sample"),
+        ("p-eagle", "greedy"),
+        ("eagle3", "sample"),
+        ("prompt-lookup", "greedy"),
+    ],
 )
 def test_rejection_in_the_loop(method, mode, params, models, next_logits) -> None:
     assert_distribution(method, mode, params, models, next_logits)

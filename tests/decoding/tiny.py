@@ -165,7 +165,7 @@ class Tiny:
 
     def params(self, method: str) -> dict[str, Any]:
         tree = {"target": self.trees["target"]}
-        return tree if method == "none" else {**tree, "drafter": self.trees[method]}
+        return {**tree, "drafter": self.trees[method]} if method in self.trees else tree
 
     def with_target(self, **changes: Any) -> Tiny:
         """The same parameters under another target configuration."""

@@ -50,6 +50,7 @@ CASES = {
     "eagle3, few pages": Case(
         "eagle3", 3, 5, page_size=3, num_pages=23, steps=1, draft_sampling="greedy"
     ),
+    "prompt-lookup, few pages": Case("prompt-lookup", 4, 4, page_size=4, num_pages=24, steps=2),
     # Two widths of tables; parts of several prompts together, filled up to 4.
     "narrow, together": Case(
         "p-eagle", 3, 6, 8, None, 24, 4, programs=Programs(prefill_rows=256, least_width=32)

@@ -1,0 +1,170 @@
+"""Drafting: K tokens in one pass (P-EAGLE), in K passes (EAGLE-3), or from the text's own past.
+
+Positions are as in speculate.py: a sequence's m pending rows end at position n - 1, and drafts
+are for positions n + 1 .. n + K.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from peagle_jax.config import DraftSampling, Method, Verification
+from peagle_jax.decoding import sampling
+from peagle_jax.decoding.networks import Networks
+from peagle_jax.decoding.prompt_lookup import look_up
+from peagle_jax.decoding.sampling import RequestArrays
+from peagle_jax.decoding.state import DecodeState
+from peagle_jax.models.layers import ROW_TILE
+from peagle_jax.models.paged_cache import Cache
+
+# Drafted tokens as target ids; their processed logits, over the draft vocabulary, where a
+# verification by rejection needs them; the drafter's cache.
+Drafted = tuple[
+    Int[Array, "batch drafts"], Float[Array, "batch drafts draft_vocab"] | None, Cache | None
+]
+Picked = tuple[Int[Array, "batch drafts"], Float[Array, "batch drafts draft_vocab"] | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafting:
+    """How a sequence's next K tokens are guessed; see `Speculator` for the fields."""
+
+    networks: Networks
+    method: Method
+    num_draft_tokens: int
+    draft_sampling: DraftSampling
+    verification: Verification
+
+    def draft(
+        self,
+        state: DecodeState,
+        requests: RequestArrays,
+        noise: Float[Array, "batch drafts vocab"],
+    ) -> Drafted:
+        """K tokens for every sequence. `noise` is what the target would choose them with."""
+        if not self.num_draft_tokens:
+            return jnp.zeros((state.length.shape[0], 0), jnp.int32), None, state.draft_cache
+        if self.method == "prompt-lookup":
+            drafts = look_up(state.history, state.length, self.num_draft_tokens)
+            return drafts, None, state.draft_cache
+        if self.method == "p-eagle":
+            return self._in_one_pass(state, requests, noise)
+        return self._in_passes(state, requests, noise)
+
+    def _in_one_pass(
+        self, state: DecodeState, requests: RequestArrays, noise: Float[Array, "batch drafts vocab"]
+    ) -> Drafted:
+        """One pass whatever K is: each sequence's m real rows, then its K-1 mask rows.
+
+        m is K+1 at most, but mostly small: where every sequence's rows fit one tile of
+        the matrix products, a smaller pass of the same meaning is taken.
+        """
+        k = self.num_draft_tokens
+        # A finished row's m is stale, and nothing of it counts.
+        m = jnp.where(state.finished, 1, state.pending_count)
+
+        def run(most: int) -> tuple[Array, Cache]:
+            return self._parallel_pass(state, jnp.minimum(m, most), most)
+
+        few = max(1, ROW_TILE - (k - 1))
+        if few < k + 1:
+            stream, cache = jax.lax.cond(jnp.max(m) <= few, lambda: run(few), lambda: run(k + 1))
+        else:
+            stream, cache = run(k + 1)
+        drafts, logits = self._pick(stream, requests, noise)
+        return drafts, logits, cache
+
+    def _parallel_pass(
+        self, state: DecodeState, m: Int[Array, "batch"], most: int
+    ) -> tuple[Float[Array, "batch drafts hidden"], Cache]:
+        """The residual streams that draft, for at most `most` real rows a sequence.
+
+        All rows of a sequence stand at consecutive positions from n - m on. The rows
+        after the last mask row are padding: causal, so nothing that counts sees them.
+        """
+        k, networks = self.num_draft_tokens, self.networks
+        assert networks.drafter is not None
+        assert networks.drafter.mask_token_id is not None
+        real = jnp.arange(most + k - 1) < m[:, None]
+        extra = ((0, 0), (0, k - 1))
+        tokens = jnp.pad(state.pending_tokens[:, :most], extra)
+        tokens = jnp.where(real, tokens, networks.drafter.mask_token_id)
+        features = networks.of_drafter(state.pending_features[:, :most], method="project")
+        features = jnp.pad(features, (*extra, (0, 0)))
+        mask_feature = networks.of_drafter(method="mask_feature")
+        features = jnp.where(real[..., None], features, mask_feature)
+        stream, cache = networks.of_drafter(
+            networks.draft_embed(tokens), features, state.length - m, state.draft_cache
+        )
+        # Row m-1 holds the newest token and drafts the first; the mask rows follow it.
+        rows = m[:, None] - 1 + jnp.arange(k)
+        return jnp.take_along_axis(stream, rows[..., None], axis=1), cache
+
+    def _in_passes(
+        self, state: DecodeState, requests: RequestArrays, noise: Float[Array, "batch drafts vocab"]
+    ) -> Drafted:
+        """K passes: the m real rows first, then one row a pass from its own guesses."""
+        networks = self.networks
+        assert state.draft_cache is not None
+        stream, cache = networks.of_drafter(
+            networks.draft_embed(state.pending_tokens),
+            networks.of_drafter(state.pending_features, method="project"),
+            state.length - state.pending_count,
+            state.draft_cache,
+        )
+        last = (state.pending_count - 1)[:, None, None]
+        stream = jnp.take_along_axis(stream, last, axis=1)
+        drafts, logits = self._pick(stream, requests, noise[:, :1])
+        all_drafts, all_logits = [drafts], [logits]
+        for j in range(1, self.num_draft_tokens):
+            # The guessed rows' keys are overwritten by real ones in the next step.
+            stream, cache = networks.of_drafter(
+                networks.draft_embed(drafts),
+                networks.of_drafter(stream, method="next_feature"),
+                state.length + j - 1,
+                cache,
+            )
+            drafts, logits = self._pick(stream, requests, noise[:, j : j + 1])
+            all_drafts.append(drafts)
+            all_logits.append(logits)
+        kept = [logits for logits in all_logits if logits is not None]
+        return jnp.concatenate(all_drafts, 1), jnp.concatenate(kept, 1) if kept else None, cache
+
+    def _pick(
+        self,
+        stream: Float[Array, "batch drafts hidden"],
+        requests: RequestArrays,
+        noise: Float[Array, "batch drafts vocab"],
+    ) -> Picked:
+        """Drafts from the drafter's streams: argmax, or sampled with the target's own noise."""
+        networks = self.networks
+
+        def best() -> Array:
+            return networks.draft_head(stream, "best")
+
+        def sample() -> tuple[Array, Array]:
+            logits = sampling.process_logits(networks.draft_head(stream, "logits"), requests)
+            return sampling.choose(logits, self._of_draft_vocab(noise)), logits
+
+        logits = None
+        if self.draft_sampling == "greedy":
+            draft_ids = best()
+        elif self.verification == "rejection":
+            draft_ids, logits = sample()
+        else:
+            draft_ids = jax.lax.cond(jnp.all(requests.greedy), best, lambda: sample()[0])
+        return networks.of_drafter(draft_ids, method="target_ids"), logits
+
+    def _of_draft_vocab(self, noise: Array) -> Any:
+        """The noise of the draft vocabulary's tokens."""
+        drafter = self.networks.drafter
+        assert drafter is not None
+        if drafter.draft_vocab_size == drafter.vocab_size:
+            return noise
+        ids = self.networks.params["drafter"]["draft_to_target"]
+        return jnp.take(noise, ids, axis=-1)
