@@ -49,8 +49,8 @@ def test_streamed_text_is_the_whole_text(capsys):
     ("options", "words"),
     [
         ((PROMPT, "--method", "eagle3"), ("method", "eagle3", "p-eagle")),
-        (("",), ("prompt", "empty")),
-        (("sky " * 9000,), ("prompt", "8191")),
+        (("",), ("PROMPT", "empty")),
+        (("sky " * 9000,), ("PROMPT", "8191")),
         ((PROMPT, "--model", "/nowhere/model"), ("/nowhere/model",)),
     ],
 )

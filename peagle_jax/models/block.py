@@ -50,9 +50,10 @@ def run_block(
 
     Tracing thirty layers one by one is much of the time to a first token. XLA inlines the
     calls: what it compiles is the same. Only an Attend that is a pytree can be shared, a
-    closure holds one layer's own arrays.
+    closure holds one layer's own arrays; and what a caller asks to see inside is a layer's own.
     """
-    if block.is_initializing() or jax.tree_util.all_leaves([attend]):
+    watched = block.is_initializing() or block.is_mutable_collection("intermediates")
+    if watched or jax.tree_util.all_leaves([attend]):
         return block(x, rope, attend)
     alone = block.clone(parent=None, name=None)
     return _run_alone(alone, block.variables["params"], x, rope, attend)
