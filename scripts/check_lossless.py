@@ -182,6 +182,7 @@ def run_matrix(
                 batch_size=cell.batch_size,
             )
             outcomes.append(compare(pair, cell, ids, params, plain, outputs))
+            pair.compiled.clear()  # the programs of a whole matrix do not fit one process
             on_outcome(outcomes[-1])
     return outcomes
 
