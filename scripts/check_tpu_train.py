@@ -11,11 +11,11 @@ AdamW, bfloat16 beside float32 masters. The program is the trainer's step on one
 target's pass: its features and final hidden states are arguments, as if a target that is spread
 over other chips had made them. Its embedding and head are arguments too, whole.
 
-Total is arguments, temporaries and what outputs do not take the place of. Where the compiler
-refuses a program, its message has the total. Tflop are the matrix products of the traced program,
-every loop's body as often as it runs; "anew" is what they would be if segments computed the depth
-0 of earlier ones anew, instead of finding its keys and values kept. Ends with 1 where
-nothing fits a chip.
+Total is arguments, temporaries and what outputs do not take the place of. Of a program that the
+compiler refuses, its message has the temporaries alone. Tflop are the matrix products of the
+traced program, every loop's body as often as it runs; "anew" is what they would be if segments
+computed the depth 0 of earlier ones anew, instead of finding its keys and values kept. Ends with 1
+where nothing fits a chip.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Row:
 
     Attributes:
       outputs: all of them, `aliased` take the place of arguments.
-      total: what is needed at once; of a program that was refused, the compiler's message has it.
+      total: what is needed at once; 0 of a program that was refused.
       flops: of matrix products, loops multiplied out.
       flops_anew: the same if segments computed the depth 0 before them anew, instead of finding
         its keys and values kept.
@@ -204,8 +204,8 @@ def check(row: Row, device: Any) -> None:
         program = traced.lower().compile()
     except jax.errors.JaxRuntimeError as error:
         row.trouble = str(error)
-        if used := re.search(r"Used ([\d.]+)([GM]) of [\d.]+G hbm", row.trouble):
-            row.total = int(float(used[1]) * (GIB if used[2] == "G" else 2**20))
+        if needed := re.search(r"temporaries \(([\d.]+)G\) exceeds available", row.trouble):
+            row.temporaries = int(float(needed[1]) * GIB)
         return
     finally:
         row.compile_seconds = time.monotonic() - began
