@@ -5,7 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -14,6 +14,7 @@ from peagle_jax import batching, compile_cache, runner
 from peagle_jax.batching import Request
 from peagle_jax.config import (
     METHODS,
+    DrafterConfig,
     DraftSampling,
     Method,
     SamplingParams,
@@ -27,6 +28,8 @@ from peagle_jax.runner import Output, Pair
 from peagle_jax.text import Prompt
 
 DEFAULT_DRAFT_TOKENS = 5
+# Draft lengths that "auto" chooses from, as far as the drafter's own goes.
+AUTO_LENGTHS = (0, 1, 3, 5, 8)
 # Target aliases whose drafter ships with the package, under the same name.
 SHIPPED_DRAFTERS = ("smollm2",)
 # Drafts after which an acceptance of nothing at all means a fault, not bad luck.
@@ -82,11 +85,16 @@ def default_dtype() -> str:
 def make_speculator(
     pair: Pair,
     method: Method | None = None,
-    num_draft_tokens: int = DEFAULT_DRAFT_TOKENS,
+    num_draft_tokens: int | Literal["auto"] = DEFAULT_DRAFT_TOKENS,
     draft_sampling: DraftSampling = "sample",
     verify: Verification = "coupled",
 ) -> Speculator:
-    """How to decode, checked. `method` None takes the one the drafter was trained for."""
+    """How to decode, checked.
+
+    method: None takes the one the drafter was trained for.
+    num_draft_tokens: K; "auto" chooses at every step how many, perhaps none, by what was
+      accepted so far and by what steps cost here, see `decoding.draft_length`.
+    """
     if method is None:
         method = pair.drafter.method if pair.drafter else "none"
     for name, found, known in (
@@ -96,12 +104,16 @@ def make_speculator(
     ):
         if found not in known:
             raise InputError(f"{name}: found {found!r}, expected one of {', '.join(known)}")
-    check_num_draft_tokens(num_draft_tokens)
     if method == "none":
         return Speculator(pair.target, dtype=pair.dtype)
+    lengths: tuple[int, ...] = ()
+    if num_draft_tokens == "auto":
+        lengths = _auto_lengths(pair.drafter if needs_drafter(method) else None)
+        num_draft_tokens = lengths[-1]
+    check_num_draft_tokens(num_draft_tokens)
     if not needs_drafter(method):
         return Speculator(
-            pair.target, None, method, num_draft_tokens, draft_sampling, verify, pair.dtype
+            pair.target, None, method, num_draft_tokens, draft_sampling, verify, pair.dtype, lengths
         )
     if pair.drafter is None:
         raise InputError(f"method: found {method!r}, but no drafter is loaded; expected 'none'")
@@ -111,8 +123,23 @@ def make_speculator(
             "was trained for"
         )
     return Speculator(
-        pair.target, pair.drafter, method, num_draft_tokens, draft_sampling, verify, pair.dtype
+        pair.target,
+        pair.drafter,
+        method,
+        num_draft_tokens,
+        draft_sampling,
+        verify,
+        pair.dtype,
+        lengths,
     )
+
+
+def _auto_lengths(drafter: DrafterConfig | None) -> tuple[int, ...]:
+    """Those of AUTO_LENGTHS that a drafter was trained for, and its own where that is between."""
+    trained = drafter.trained_num_draft_tokens if drafter else None
+    if trained is None:
+        return tuple(length for length in AUTO_LENGTHS if length <= DEFAULT_DRAFT_TOKENS)
+    return tuple(length for length in AUTO_LENGTHS if length <= max(trained, 1))
 
 
 def generate(
@@ -121,7 +148,7 @@ def generate(
     params: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
     *,
     method: Method | None = None,
-    num_draft_tokens: int = DEFAULT_DRAFT_TOKENS,
+    num_draft_tokens: int | Literal["auto"] = DEFAULT_DRAFT_TOKENS,
     draft_sampling: DraftSampling = "sample",
     verify: Verification = "coupled",
     batch_size: int = 8,
@@ -156,7 +183,7 @@ def stream(
     params: SamplingParams = SamplingParams(),
     *,
     method: Method | None = None,
-    num_draft_tokens: int = DEFAULT_DRAFT_TOKENS,
+    num_draft_tokens: int | Literal["auto"] = DEFAULT_DRAFT_TOKENS,
     draft_sampling: DraftSampling = "sample",
     verify: Verification = "coupled",
     raw: bool = False,

@@ -17,8 +17,12 @@ def enable() -> None:
     chosen = getattr(jax.config, "jax_compilation_cache_dir", None)
     if chosen or "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return
+    jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def cache_folder() -> Path:
+    """Where things are kept that can be made again: the user's cache folder of this package."""
     from platformdirs import user_cache_dir
 
-    folder = str(Path(user_cache_dir("peagle-jax")) / "xla")
-    jax.config.update("jax_compilation_cache_dir", folder)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    return Path(user_cache_dir("peagle-jax"))

@@ -10,7 +10,9 @@ from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import Float
 
+from peagle_jax import step_costs
 from peagle_jax.batching import Batch, Request, make_batches
 from peagle_jax.config import DrafterConfig, ModelConfig
 from peagle_jax.decoding import generate as decode
@@ -21,6 +23,8 @@ from peagle_jax.text import TextStream
 
 # Steps between two looks at the text when stop strings must be found on the host.
 STEPS_A_VISIT = 4
+# Of an answer whose steps are timed, the first of which prefill gives.
+TIMED_TOKENS = 24
 
 
 @dataclasses.dataclass
@@ -78,21 +82,11 @@ def run_requests(
 
 def run_whole(pair: Pair, speculator: Speculator, batch: Batch) -> list[Output]:
     """One compiled call for the whole batch."""
-    prompts, lengths, table = batch.arrays()
-    run, compile_seconds = compiled(
-        pair.compiled,
-        ("whole", speculator, batch.rows, batch.prompt_size, batch.max_new_tokens),
-        lambda: decode.jit_generate_tokens.lower(
-            pair.params,
-            prompts,
-            lengths,
-            table,
-            speculator=speculator,
-            max_new_tokens=batch.max_new_tokens,
-        ),
-    )
+    run, compile_seconds = _whole_program(pair, speculator, batch)
+    costs = _step_costs(pair, speculator, batch)
+    arrays = batch.arrays()
     begin = time.perf_counter()
-    tokens, counts, stats = jax.device_get(run(pair.params, prompts, lengths, table))
+    tokens, counts, stats = jax.device_get(run(pair.params, *arrays, costs))
     seconds = time.perf_counter() - begin
     outputs = []
     for row, request in enumerate(batch.requests):
@@ -107,10 +101,65 @@ def run_whole(pair: Pair, speculator: Speculator, batch: Batch) -> list[Output]:
                 ids,
                 len(request.token_ids),
                 reason,
-                _stats(speculator, len(ids), stats, row, seconds, compile_seconds),
+                _stats(len(ids), stats, row, seconds, compile_seconds),
             )
         )
     return outputs
+
+
+def _whole_program(pair: Pair, speculator: Speculator, batch: Batch) -> tuple[Any, float]:
+    """The program of a batch's whole answers, and the seconds that compiling took."""
+    return compiled(
+        pair.compiled,
+        ("whole", speculator, batch.rows, batch.prompt_size, batch.max_new_tokens),
+        lambda: decode.jit_generate_tokens.lower(
+            pair.params,
+            *batch.arrays(),
+            np.ones(len(speculator.lengths), np.float32) if speculator.lengths else None,
+            speculator=speculator,
+            max_new_tokens=batch.max_new_tokens,
+        ),
+    )
+
+
+def _step_costs(
+    pair: Pair, speculator: Speculator, batch: Batch
+) -> Float[np.ndarray, "lengths"] | None:
+    """What steps of each draft length cost with so many rows, None where the length is fixed.
+
+    Measured on this batch's own program where they are not known yet. Context makes steps
+    dearer, but hardly the longer ones more than the shorter, and ratios are what counts.
+    """
+    if not speculator.lengths:
+        return None
+    key = ("step costs", speculator, batch.rows)
+    if key not in pair.compiled:
+
+        def measured() -> Float[np.ndarray, "lengths"]:
+            run, _ = _whole_program(pair, speculator, batch)
+            prompts, lengths, table = batch.arrays()
+
+            def generate(costs: Any, tokens: int) -> tuple[float, int]:
+                limited = dataclasses.replace(
+                    table,
+                    max_new_tokens=jax.numpy.full(batch.rows, tokens, np.int32),
+                    ignore_eos=jax.numpy.ones(batch.rows, bool),
+                )
+                begin = time.perf_counter()
+                _, _, stats = jax.device_get(run(pair.params, prompts, lengths, limited, costs))
+                seconds = time.perf_counter() - begin
+                drafted = bool(stats.num_drafts.any())
+                return seconds, int(stats.num_drafts.max()) if drafted else tokens - 1
+
+            def seconds_of(costs: Any) -> float:
+                # Prefill and what else is done once cancel out.
+                (once, _), (whole, steps) = generate(costs, 1), generate(costs, TIMED_TOKENS)
+                return (whole - once) / steps
+
+            return step_costs.measure(speculator.lengths, seconds_of)
+
+        pair.compiled[key] = step_costs.remembered(key, measured)
+    return pair.compiled[key]
 
 
 @dataclasses.dataclass
@@ -135,7 +184,6 @@ class Visit:
                 ids = ids[: stream.num_ids]
             reason = "stop" if stream.stopped or self.counters.hit_eos[row] else "length"
             stats = _stats(
-                self.speculator,
                 len(ids),
                 self.counters,
                 row,
@@ -158,13 +206,14 @@ def visits(pair: Pair, speculator: Speculator, batch: Batch, *, num_steps: int) 
     prompts, lengths, table = batch.arrays()
     sizes = (batch.rows, batch.prompt_size, batch.max_new_tokens)
     static = {"speculator": speculator, "max_new_tokens": batch.max_new_tokens}
+    costs = _step_costs(pair, speculator, batch)
     prefill, prefill_seconds = compiled(
         pair.compiled,
         ("prefill", speculator, *sizes),
-        lambda: decode.jit_prefill.lower(pair.params, prompts, lengths, table, **static),
+        lambda: decode.jit_prefill.lower(pair.params, prompts, lengths, table, costs, **static),
     )
     begin = time.perf_counter()
-    state: DecodeState = prefill(pair.params, prompts, lengths, table)
+    state: DecodeState = prefill(pair.params, prompts, lengths, table, costs)
     state_shapes = jax.eval_shape(lambda: state)
     # Behind the first visit: prefill's token need not wait for the steps' program.
     pool = concurrent.futures.ThreadPoolExecutor(1)
@@ -187,7 +236,7 @@ def visits(pair: Pair, speculator: Speculator, batch: Batch, *, num_steps: int) 
                 state.output,
                 state.emitted,
                 state.finished,
-                decode.TokenStats(state.hit_eos, state.num_drafts, state.accepted_per_position),
+                decode.TokenStats.of(state),
             )
         )
         over = np.array(finished)
@@ -229,18 +278,16 @@ def compiled(programs: dict[Any, Any], key: Any, lower: Callable[[], Any]) -> tu
 
 
 def _stats(
-    speculator: Speculator,
     tokens: int,
     counters: decode.TokenStats,
     row: int,
     seconds: float,
     compile_seconds: float,
 ) -> GenerationStats:
-    num_drafts = int(counters.num_drafts[row])
     return GenerationStats(
         tokens=tokens,
-        num_drafts=num_drafts,
-        num_draft_tokens=num_drafts * speculator.num_draft_tokens,
+        num_drafts=int(counters.num_drafts[row]),
+        num_draft_tokens=int(counters.num_draft_tokens[row]),
         accepted_per_position=tuple(int(a) for a in counters.accepted_per_position[row]),
         seconds=seconds,
         compile_seconds=compile_seconds,

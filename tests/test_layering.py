@@ -30,6 +30,7 @@ FLOORS = (
     "tokenizer",
     "decoding",
     "batching",
+    "step_costs",
     "runner",
     "serving",
     "training",

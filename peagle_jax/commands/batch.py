@@ -113,7 +113,8 @@ def run(args: argparse.Namespace) -> int:
     from peagle_jax.serving.results_file import ResultsFile, settings_path
 
     params = sampling_params(args, tuple(args.stop))
-    check_num_draft_tokens(args.num_draft_tokens)
+    if args.num_draft_tokens != "auto":
+        check_num_draft_tokens(args.num_draft_tokens)
     cache_bytes, shard = parse_bytes(args.cache_memory), Shard.parse(args.shard)
     errors_file = args.errors or errors_path(args.output)
     own = (args.output, settings_path(args.output), errors_file)
@@ -126,6 +127,7 @@ def run(args: argparse.Namespace) -> int:
     from peagle_jax import api
     from peagle_jax.serving.batch import BatchRun
     from peagle_jax.serving.engine import PagedEngine, make_shape
+    from peagle_jax.serving.scheduler import Policy
 
     with _ended_by_sigterm(), ResultsFile(args.output, _settings(args, params)) as results:
         errors = ErrorsFile(errors_file)
@@ -146,6 +148,7 @@ def run(args: argparse.Namespace) -> int:
             cache_bytes=cache_bytes,
         )
         engine = PagedEngine(speculator, pair.params, shape, executables=pair.compiled)
+        engine.measure_step_costs(Policy().steps_a_visit)
         batch = BatchRun(
             engine,
             pair.tokenizer,

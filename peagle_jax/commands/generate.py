@@ -63,7 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Answers the prompts. All that needs no model is checked before one is loaded."""
     params = sampling_params(args, tuple(args.stop))
-    check_num_draft_tokens(args.num_draft_tokens)
+    if args.num_draft_tokens != "auto":
+        check_num_draft_tokens(args.num_draft_tokens)
     if args.batch_size < 1:
         raise InputError(f"--batch-size: found {args.batch_size}, expected 1 or more")
     if (args.prompt is None) == (args.prompts is None):

@@ -32,6 +32,13 @@ def add_drafter(options: Options) -> None:
     )
 
 
+def _number_of_drafts(text: str) -> int | str:
+    return text if text == "auto" else int(text)
+
+
+_number_of_drafts.__name__ = "number"  # what argparse calls it
+
+
 def add_drafting(options: Options) -> None:
     """`--method`, `--num-draft-tokens`, `--draft-sampling` and `--verify`."""
     options.add_argument(
@@ -41,7 +48,11 @@ def add_drafting(options: Options) -> None:
         "(the drafter's own)",
     )
     options.add_argument(
-        "--num-draft-tokens", type=int, default=5, metavar="K", help="drafts a step (%(default)s)"
+        "--num-draft-tokens",
+        type=_number_of_drafts,
+        default=5,
+        metavar="K",
+        help="drafts a step; auto = as many as pay, perhaps none (%(default)s)",
     )
     options.add_argument(
         "--draft-sampling",

@@ -7,6 +7,7 @@ are for positions n + 1 .. n + K.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -61,23 +62,27 @@ class Drafting:
     ) -> Drafted:
         """One pass whatever K is: each sequence's m real rows, then its K-1 mask rows.
 
-        m is K+1 at most, but mostly small: where every sequence's rows fit one tile of
-        the matrix products, a smaller pass of the same meaning is taken.
+        m is mostly small: where every sequence's rows fit one tile of the matrix products, a
+        smaller pass of the same meaning is taken.
         """
-        k = self.num_draft_tokens
-        # A finished row's m is stale, and nothing of it counts.
-        m = jnp.where(state.finished, 1, state.pending_count)
-
-        def run(most: int) -> tuple[Array, Cache]:
-            return self._parallel_pass(state, jnp.minimum(m, most), most)
-
-        few = max(1, ROW_TILE - (k - 1))
-        if few < k + 1:
-            stream, cache = jax.lax.cond(jnp.max(m) <= few, lambda: run(few), lambda: run(k + 1))
-        else:
-            stream, cache = run(k + 1)
+        few = max(1, ROW_TILE - (self.num_draft_tokens - 1))
+        stream, cache = self._in_few_rows(state, few, self._parallel_pass)
         drafts, logits = self._pick(stream, requests, noise)
         return drafts, logits, cache
+
+    def _in_few_rows(
+        self, state: DecodeState, few: int, run: Callable[..., tuple[Array, Cache]]
+    ) -> tuple[Array, Cache]:
+        """`run(state, m, most)`, `most` as few rows as all sequences' m fit in: `few`, the K+1
+        that a step of this length confirms at most, or all there are."""
+        # A finished row's m is stale, and nothing of it counts.
+        m = jnp.where(state.finished, 1, state.pending_count)
+        rows = state.pending_tokens.shape[1]
+        few = min(few, rows)
+        sizes = sorted({few, max(few, self.num_draft_tokens + 1), rows})
+        place = jnp.sum(jnp.max(m) > jnp.array(sizes[:-1], jnp.int32))
+        branches = [lambda most=most: run(state, jnp.minimum(m, most), most) for most in sizes]
+        return jax.lax.switch(place, branches) if len(sizes) > 1 else branches[0]()
 
     def _parallel_pass(
         self, state: DecodeState, m: Int[Array, "batch"], most: int
@@ -110,15 +115,7 @@ class Drafting:
     ) -> Drafted:
         """K passes: the m real rows first, then one row a pass from its own guesses."""
         networks = self.networks
-        assert state.draft_cache is not None
-        stream, cache = networks.of_drafter(
-            networks.draft_embed(state.pending_tokens),
-            networks.of_drafter(state.pending_features, method="project"),
-            state.length - state.pending_count,
-            state.draft_cache,
-        )
-        last = (state.pending_count - 1)[:, None, None]
-        stream = jnp.take_along_axis(stream, last, axis=1)
+        stream, cache = self._in_few_rows(state, self.num_draft_tokens + 1, self._first_pass)
         drafts, logits = self._pick(stream, requests, noise[:, :1])
         all_drafts, all_logits = [drafts], [logits]
         for j in range(1, self.num_draft_tokens):
@@ -134,6 +131,19 @@ class Drafting:
             all_logits.append(logits)
         kept = [logits for logits in all_logits if logits is not None]
         return jnp.concatenate(all_drafts, 1), jnp.concatenate(kept, 1) if kept else None, cache
+
+    def _first_pass(
+        self, state: DecodeState, m: Int[Array, "batch"], most: int
+    ) -> tuple[Float[Array, "batch 1 hidden"], Cache]:
+        """The residual stream of each sequence's newest of at most `most` real rows."""
+        networks = self.networks
+        stream, cache = networks.of_drafter(
+            networks.draft_embed(state.pending_tokens[:, :most]),
+            networks.of_drafter(state.pending_features[:, :most], method="project"),
+            state.length - m,
+            state.draft_cache,
+        )
+        return jnp.take_along_axis(stream, (m - 1)[:, None, None], axis=1), cache
 
     def _pick(
         self,

@@ -10,7 +10,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from peagle_jax.decoding import sampling
 from peagle_jax.decoding.sampling import RequestArrays
@@ -23,12 +23,20 @@ PREFILL_CHUNK = 512
 
 @struct.dataclass
 class TokenStats:
-    """Per request. `num_draft_tokens` = K * `num_drafts`; accepted drafts past an end of
-    sequence or past max_new_tokens count, as in vLLM: they were verified."""
+    """Per request. Accepted drafts past an end of sequence or past max_new_tokens count, as in
+    vLLM: they were verified."""
 
     hit_eos: Bool[Array, "batch"]
     num_drafts: Int[Array, "batch"]
+    num_draft_tokens: Int[Array, "batch"]
     accepted_per_position: Int[Array, "batch drafts"]
+
+    @classmethod
+    def of(cls, state: DecodeState) -> TokenStats:
+        """A state's counters."""
+        return cls(
+            state.hit_eos, state.num_drafts, state.num_draft_tokens, state.accepted_per_position
+        )
 
 
 def generate_tokens(
@@ -36,6 +44,7 @@ def generate_tokens(
     prompts: Int[Array, "batch prompt"],
     prompt_lengths: Int[Array, "batch"],
     requests: RequestArrays,
+    step_costs: Float[Array, "lengths"] | None = None,
     *,
     speculator: Speculator,
     max_new_tokens: int,
@@ -48,6 +57,7 @@ def generate_tokens(
       prompts: token ids, padded on the right with anything.
       prompt_lengths: 1 .. prompt.
       requests: sampling parameters, an entry a row.
+      step_costs: see `Speculator.init_state`.
       speculator: networks and method (static).
       max_new_tokens: size of the output (static); a row's own limit may be lower.
       prefill_chunk: prompts longer than this are prefilled in pieces of it (static);
@@ -63,6 +73,7 @@ def generate_tokens(
         prompts,
         prompt_lengths,
         requests,
+        step_costs,
         speculator=speculator,
         max_new_tokens=max_new_tokens,
         prefill_chunk=prefill_chunk,
@@ -73,8 +84,7 @@ def generate_tokens(
     )
     tokens = state.output[:, :max_new_tokens]
     tokens = jnp.where(jnp.arange(max_new_tokens) < state.emitted[:, None], tokens, 0)
-    stats = TokenStats(state.hit_eos, state.num_drafts, state.accepted_per_position)
-    return tokens, state.emitted, stats
+    return tokens, state.emitted, TokenStats.of(state)
 
 
 def prefill(
@@ -82,6 +92,7 @@ def prefill(
     prompts: Int[Array, "batch prompt"],
     prompt_lengths: Int[Array, "batch"],
     requests: RequestArrays,
+    step_costs: Float[Array, "lengths"] | None = None,
     *,
     speculator: Speculator,
     max_new_tokens: int,
@@ -92,7 +103,7 @@ def prefill(
     chunk = min(size, prefill_chunk)
     if size % chunk:
         raise ValueError(f"prompt size {size} is not a multiple of the chunk {chunk}")
-    state = speculator.init_state(batch, size, max_new_tokens)
+    state = speculator.init_state(batch, size, max_new_tokens, step_costs)
     if state.history.shape[1]:
         state = dataclasses.replace(state, history=state.history.at[:, :size].set(prompts))
     # Row p of the drafter holds x_{p+1}; what row n-1 holds is not known yet, and the

@@ -28,8 +28,9 @@ from peagle_jax.config import (
     Verification,
     needs_drafter,
 )
-from peagle_jax.decoding import sampling
+from peagle_jax.decoding import draft_length, sampling
 from peagle_jax.decoding.draft import Drafted, Drafting
+from peagle_jax.decoding.draft_length import FIRST_RATE, MOST_PENDING
 from peagle_jax.decoding.networks import Networks
 from peagle_jax.decoding.sampling import RequestArrays
 from peagle_jax.decoding.state import DecodeState, Params
@@ -44,7 +45,8 @@ class Speculator:
     """A target, perhaps a drafter, and how they work together. Hashable: a jit static.
 
     `num_draft_tokens` is K, 0 exactly when `method` is "none". There is a drafter exactly
-    when the method needs one.
+    when the method needs one. `lengths`: the draft lengths that each step chooses from, rising
+    from 0 to K; none = always K.
     """
 
     target: ModelConfig
@@ -54,6 +56,7 @@ class Speculator:
     draft_sampling: DraftSampling = "sample"
     verification: Verification = "coupled"
     dtype: str = "float32"
+    lengths: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if (self.method == "none") != (self.num_draft_tokens == 0):
@@ -61,6 +64,11 @@ class Speculator:
         trained_for = self.drafter.method if self.drafter else None
         if trained_for != (self.method if needs_drafter(self.method) else None):
             raise ValueError(f"method {self.method!r} with a drafter for {trained_for!r}")
+        if self.lengths and (
+            list(self.lengths) != sorted({0, *self.lengths})
+            or self.lengths[-1] != self.num_draft_tokens
+        ):
+            raise ValueError(f"draft lengths {self.lengths} up to {self.num_draft_tokens}")
 
     @property
     def aux_layer_ids(self) -> tuple[int, ...]:
@@ -72,13 +80,19 @@ class Speculator:
         """Whether this drafts at all."""
         return self.num_draft_tokens > 0
 
+    @property
+    def pending_rows(self) -> int:
+        """Rows of `DecodeState.pending_tokens`: as many tokens as can be confirmed between two
+        drafts, which are K+1 where every step drafts."""
+        return max(self.num_draft_tokens + 1, MOST_PENDING if self.lengths else 0)
+
     def required_capacity(self, prompt_size: int, max_new_tokens: int) -> int:
         """Cache slots that no write of a generation can leave.
 
-        A verification writes up to position prompt + new + K - 1, a draft up to
-        prompt + new + 2K - 2. Rounded up so that near sizes share a compilation.
+        A verification writes up to position prompt + new + K - 1, a draft of P pending rows up
+        to prompt + new + P + K - 3. Rounded up so that near sizes share a compilation.
         """
-        needed = prompt_size + max_new_tokens + 2 * self.num_draft_tokens + 1
+        needed = prompt_size + max_new_tokens + self.pending_rows + self.num_draft_tokens
         return -(-needed // 64) * 64
 
     def history_size(self, most_tokens: int) -> int:
@@ -87,18 +101,29 @@ class Speculator:
         looks_up = self.method == "prompt-lookup"
         return most_tokens + self.num_draft_tokens + 1 if looks_up else 0
 
-    def init_state(self, batch: int, prompt_size: int, max_new_tokens: int) -> DecodeState:
+    def init_state(
+        self,
+        batch: int,
+        prompt_size: int,
+        max_new_tokens: int,
+        step_costs: Float[Array, "lengths"] | None = None,
+    ) -> DecodeState:
         """Empty caches and counters for `batch` sequences.
 
+        step_costs: of each of `lengths`, in milliseconds; None = equal, so that the longest
+          draft is always taken.
+
         The caches' spans: from a step's first position a verification writes K+1 positions
-        and a draft up to 2K, of which the next step may begin at any but the first.
+        and a draft of P pending rows up to P + K - 1, of which the next step may begin at any
+        but the first.
         """
         capacity = self.required_capacity(prompt_size, max_new_tokens)
         k, dtype = self.num_draft_tokens, jnp.dtype(self.dtype)
         width = self.drafter.feature_size if self.drafter else 0
         draft_cache = None
         if self.drafter:
-            draft_cache = KVCache.init(self.drafter.block, batch, capacity, dtype, span=2 * k)
+            span = self.pending_rows + k - 1
+            draft_cache = KVCache.init(self.drafter.block, batch, capacity, dtype, span=span)
 
         def zeros(*shape: int, dtype: Any = jnp.int32) -> Array:
             return jnp.zeros((batch, *shape), dtype)
@@ -108,8 +133,8 @@ class Speculator:
             draft_cache=draft_cache,
             length=zeros(),
             last_token=zeros(),
-            pending_tokens=zeros(k + 1),
-            pending_features=zeros(k + 1, width, dtype=dtype),
+            pending_tokens=zeros(self.pending_rows),
+            pending_features=zeros(self.pending_rows, width, dtype=dtype),
             pending_count=zeros(),
             history=zeros(self.history_size(prompt_size + max_new_tokens)),
             output=zeros(max_new_tokens + k + 1),
@@ -117,25 +142,40 @@ class Speculator:
             finished=zeros(dtype=bool),
             hit_eos=zeros(dtype=bool),
             num_drafts=zeros(),
+            num_draft_tokens=zeros(),
             accepted_per_position=zeros(k),
+            rates=jnp.full((batch, k if self.lengths else 0), FIRST_RATE, jnp.float32),
+            step_costs=jnp.ones(len(self.lengths)) if step_costs is None else step_costs,
         )
 
     # --- one step -----------------------------------------------------------------
 
     def step(self, params: Params, state: DecodeState, requests: RequestArrays) -> DecodeState:
         """Draft, verify and commit once, for every row that is not finished."""
-        k = self.num_draft_tokens
+        if not self.lengths:
+            return self._step(params, state, requests, self.num_draft_tokens)
+        active = ~state.finished
+        full = jnp.any(active & (state.pending_count >= self.pending_rows))
+        choice = draft_length.choose(state.rates, active, full, state.step_costs, self.lengths)
+        return jax.lax.switch(
+            choice, [lambda s, k=k: self._step(params, s, requests, k) for k in self.lengths], state
+        )
+
+    def _step(
+        self, params: Params, state: DecodeState, requests: RequestArrays, k: int
+    ) -> DecodeState:
+        """A step of k drafts."""
         # Row j of the verification decides the token at position n + 1 + j.
         positions = state.length[:, None] + 1 + jnp.arange(k + 1)
         noise = sampling.gumbel_noise(requests, positions, self.target.vocab_size)
         with jax.named_scope("draft"):
-            drafts, draft_logits, draft_cache = self.draft(params, state, requests, noise[:, :k])
+            drafts, draft_logits, draft_cache = self.draft(params, state, requests, noise[:, :k], k)
         with jax.named_scope("verify"):
             tokens = jnp.concatenate([state.last_token[:, None], drafts], axis=1)
             out = self.networks(params).of_target(
                 tokens, state.length, state.target_cache, self.aux_layer_ids
             )
-            if self.verification == "coupled" or not self.drafts:
+            if self.verification == "coupled" or not k:
                 choices = self.choose(params, out.hidden, requests, noise)
                 verified = verify_coupled(drafts, choices)
             else:
@@ -144,15 +184,22 @@ class Speculator:
                 )
         with jax.named_scope("commit"):
             active = ~state.finished
-            accepted = (jnp.arange(k) < verified.count[:, None] - 1) & active[:, None]
+            stood = verified.count - 1
+            accepted = (jnp.arange(self.num_draft_tokens) < stood[:, None]) & active[:, None]
             state = dataclasses.replace(
                 state,
                 target_cache=out.cache,
                 draft_cache=draft_cache,
                 num_drafts=state.num_drafts + active * (1 if k else 0),
+                num_draft_tokens=state.num_draft_tokens + active * k,
                 accepted_per_position=state.accepted_per_position + accepted,
             )
-            return self.commit(state, requests, verified, out.features)
+            if self.lengths:
+                rates = draft_length.observe(state.rates, stood, k, active)
+                state = dataclasses.replace(state, rates=rates)
+            # Without a draft the drafter has not seen what was pending.
+            append = self.drafts and not k
+            return self.commit(state, requests, verified, out.features, append=append)
 
     def commit(
         self,
@@ -160,11 +207,15 @@ class Speculator:
         requests: RequestArrays,
         verified: Verified,
         features: Float[Array, "batch rows raw"],
+        *,
+        append: bool = False,
     ) -> DecodeState:
         """Append confirmed tokens, cut at the end of sequence or at max_new_tokens.
 
         `features` are the target's of the verified rows, the first at position
-        `length`; `length` moves on past all but the newest confirmed token.
+        `length`; `length` moves on past all but the newest confirmed token. `append`: the one
+        verified row comes behind those that are pending, where there must be room, instead of
+        taking their place.
         """
         rows = verified.tokens.shape[1]
         index = jnp.arange(rows)
@@ -191,16 +242,28 @@ class Speculator:
                 history, verified.tokens, state.length + 1
             )
         last = jnp.take_along_axis(verified.tokens, verified.count[:, None] - 1, axis=1)[:, 0]
-        pad = state.pending_tokens.shape[1] - rows
+        pending = (verified.tokens, features[..., : state.pending_features.shape[-1]])
+        if append:
+            before = (state.pending_tokens, state.pending_features)
+            pending = jax.tree.map(
+                lambda rows, new: jax.vmap(
+                    lambda r, n, at: jax.lax.dynamic_update_slice_in_dim(r, n, at, 0)
+                )(rows, new, state.pending_count),
+                before,
+                pending,
+            )
+        else:
+            pad = state.pending_tokens.shape[1] - rows
+            pending = jax.tree.map(
+                lambda new: jnp.pad(new, ((0, 0), (0, pad), *[(0, 0)] * (new.ndim - 2))), pending
+            )
         moved = dataclasses.replace(
             state,
             length=state.length + verified.count,
             last_token=last,
-            pending_tokens=jnp.pad(verified.tokens, ((0, 0), (0, pad))),
-            pending_features=jnp.pad(
-                features[..., : state.pending_features.shape[-1]], ((0, 0), (0, pad), (0, 0))
-            ),
-            pending_count=verified.count,
+            pending_tokens=pending[0],
+            pending_features=pending[1],
+            pending_count=verified.count + (state.pending_count if append else 0),
         )
         # A finished row stands still: its scratch writes stay where there is room.
         frozen = ("length", "last_token", "pending_tokens", "pending_features", "pending_count")
@@ -223,12 +286,13 @@ class Speculator:
         state: DecodeState,
         requests: RequestArrays,
         noise: Float[Array, "batch drafts vocab"],
+        k: int,
     ) -> Drafted:
-        """K tokens for every sequence; see `Drafting.draft`."""
+        """k tokens for every sequence; see `Drafting.draft`."""
         return Drafting(
             self.networks(params),
             self.method,
-            self.num_draft_tokens,
+            k,
             self.draft_sampling,
             self.verification,
         ).draft(state, requests, noise)

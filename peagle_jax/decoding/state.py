@@ -20,7 +20,7 @@ class DecodeState:
     last_token: x_n, confirmed and not yet seen by the target.
     pending_tokens, pending_features: the drafter's real rows to come; entry i < m
       pairs x_{p+1} with the target's feature of position p = n - m + i.
-    pending_count: m, 1 .. K+1.
+    pending_count: m, from 1 to as many rows as there are.
     history: the whole text, prompt and confirmed tokens by position, where drafts are looked up
       in it; entries past `length` are scratch. Of width 0 otherwise.
     output: confirmed tokens; entries from `emitted` on are scratch.
@@ -28,7 +28,10 @@ class DecodeState:
     finished: rows that are done; a step leaves their counters as they are.
     hit_eos: finished by an end-of-sequence token rather than by length.
     num_drafts: verification steps that had drafts.
-    accepted_per_position: of those, how many accepted the draft at each position.
+    num_draft_tokens: their drafts.
+    accepted_per_position: of those steps, how many accepted the draft at each position.
+    rates, step_costs: what draft lengths are chosen by, see `draft_length`. Of width 0 where
+      the length is fixed.
     """
 
     target_cache: Cache
@@ -44,4 +47,7 @@ class DecodeState:
     finished: Bool[Array, "batch"]
     hit_eos: Bool[Array, "batch"]
     num_drafts: Int[Array, "batch"]
+    num_draft_tokens: Int[Array, "batch"]
     accepted_per_position: Int[Array, "batch drafts"]
+    rates: Float[Array, "batch rates"]
+    step_costs: Float[Array, "lengths"]

@@ -11,10 +11,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from peagle_jax.decoding import sampling
+from peagle_jax.decoding.draft_length import FIRST_RATE
 from peagle_jax.decoding.generate import run_steps
 from peagle_jax.decoding.sampling import RequestArrays
 from peagle_jax.decoding.speculate import Speculator
@@ -22,6 +24,7 @@ from peagle_jax.decoding.state import DecodeState, Params
 from peagle_jax.decoding.verify import Verified
 from peagle_jax.models.cache import KVCache
 from peagle_jax.models.paged_cache import LayerPages, PagedKVCache, init_pages
+from peagle_jax.serving.engine_protocol import StepResults
 
 
 @struct.dataclass
@@ -34,7 +37,7 @@ class Pools:
 
 @struct.dataclass
 class SlotState:
-    """A row for each slot; K = drafts a step. Fields up to `hit_eos` are DecodeState's.
+    """A row for each slot; K = drafts a step. Fields up to `step_costs` are DecodeState's.
 
     fresh: `last_token` was drawn at insertion and is in no results yet.
     last_hidden: of the last position that was prefilled; a prompt's last gives the first token.
@@ -49,6 +52,8 @@ class SlotState:
     history: Int[Array, "slots history"]
     finished: Bool[Array, "slots"]
     hit_eos: Bool[Array, "slots"]
+    rates: Float[Array, "slots rates"]
+    step_costs: Float[Array, "lengths"]
     fresh: Bool[Array, "slots"]
     last_hidden: Float[Array, "slots hidden"]
     requests: RequestArrays
@@ -63,6 +68,8 @@ _SHARED = (
     "history",
     "finished",
     "hit_eos",
+    "rates",
+    "step_costs",
 )
 
 
@@ -120,12 +127,16 @@ def init(
     slots = SlotState(
         length=zeros(),
         last_token=zeros(),
-        pending_tokens=zeros(k + 1),
-        pending_features=zeros(k + 1, drafter.feature_size if drafter else 0, dtype=dtype),
+        pending_tokens=zeros(speculator.pending_rows),
+        pending_features=zeros(
+            speculator.pending_rows, drafter.feature_size if drafter else 0, dtype=dtype
+        ),
         pending_count=zeros(),
         history=zeros(speculator.history_size(context)),
         finished=zeros(dtype=bool),
         hit_eos=zeros(dtype=bool),
+        rates=zeros(k if speculator.lengths else 0, dtype=jnp.float32),
+        step_costs=jnp.ones(len(speculator.lengths)),
         fresh=zeros(dtype=bool),
         last_hidden=zeros(speculator.target.block.hidden_size, dtype=dtype),
         requests=requests,
@@ -175,7 +186,7 @@ def insert(
     first = speculator.choose(params, slots.last_hidden[:, None], drawn, noise)
     # As if the prompt's last token had just been verified with no drafts.
     state = dataclasses.replace(
-        _decode_state(slots, KVCache(()), None, width=1),
+        _decode_state(slots, KVCache(()), None, 1, speculator.num_draft_tokens),
         length=jnp.where(mask, new.length - 1, slots.length),
         finished=~mask,
         emitted=jnp.zeros_like(slots.length),
@@ -190,6 +201,7 @@ def insert(
         _slot_state(slots, state),
         finished=jnp.where(mask, state.finished, slots.finished),
         fresh=slots.fresh | mask,
+        rates=jnp.where(mask[:, None], FIRST_RATE, slots.rates),
         requests=requests,
     )
 
@@ -211,11 +223,18 @@ def step(
         slots,
         PagedKVCache(pools.target, tables),
         PagedKVCache(pools.drafter, tables) if speculator.drafts else None,
-        width=1 + num_steps * (speculator.num_draft_tokens + 1),
+        1 + num_steps * (speculator.num_draft_tokens + 1),
+        speculator.num_draft_tokens,
     )
     state = run_steps(params, state, slots.requests, speculator, num_steps)
     left = slots.requests.max_new_tokens - state.emitted
-    columns = (state.emitted, state.finished, state.hit_eos, state.num_drafts)
+    columns = (
+        state.emitted,
+        state.finished,
+        state.hit_eos,
+        state.num_drafts,
+        state.num_draft_tokens,
+    )
     packed = jnp.concatenate(
         [
             *(column[:, None].astype(jnp.int32) for column in columns),
@@ -232,11 +251,11 @@ def step(
     return _pools(state.target_cache, state.draft_cache), slots, packed
 
 
-def unpack(packed: Any, num_draft_tokens: int) -> tuple[Any, Any, Any, Any, Any, Any]:
-    """(counts, finished, hit_eos, num_drafts, accepted, tokens) of a step's packed results."""
-    head, rest = packed[:, :4], packed[:, 4:]
-    accepted, tokens = rest[:, :num_draft_tokens], rest[:, num_draft_tokens:]
-    return head[:, 0], head[:, 1] != 0, head[:, 2] != 0, head[:, 3], accepted, tokens
+def unpack(packed: Any, num_draft_tokens: int) -> StepResults:
+    """What `step` packed, on the host."""
+    counts, finished, hit_eos, num_drafts, drafted = packed[:, :5].T
+    accepted, tokens = np.split(packed[:, 5:], [num_draft_tokens], axis=1)
+    return StepResults(tokens, counts, finished != 0, hit_eos != 0, num_drafts, drafted, accepted)
 
 
 def free(slots: SlotState, mask: Bool[Array, "slots"]) -> SlotState:
@@ -259,9 +278,10 @@ def _decode_state(
     target_cache: KVCache | PagedKVCache,
     draft_cache: PagedKVCache | None,
     width: int,
+    num_draft_tokens: int,
 ) -> DecodeState:
     """What a step takes, its output `width` tokens wide and begun with what is fresh."""
-    num_slots, pending = slots.pending_tokens.shape
+    num_slots = slots.length.shape[0]
     shared: dict[str, Any] = {name: getattr(slots, name) for name in _SHARED}
     return DecodeState(
         target_cache=target_cache,
@@ -270,7 +290,8 @@ def _decode_state(
         output=jnp.zeros((num_slots, width), jnp.int32).at[:, 0].set(slots.last_token),
         emitted=slots.fresh.astype(jnp.int32),
         num_drafts=jnp.zeros(num_slots, jnp.int32),
-        accepted_per_position=jnp.zeros((num_slots, pending - 1), jnp.int32),
+        num_draft_tokens=jnp.zeros(num_slots, jnp.int32),
+        accepted_per_position=jnp.zeros((num_slots, num_draft_tokens), jnp.int32),
     )
 
 

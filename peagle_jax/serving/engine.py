@@ -12,10 +12,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
+from peagle_jax import step_costs
 from peagle_jax.batching import prompt_bucket
+from peagle_jax.config import SamplingParams
 from peagle_jax.decoding.generate import PREFILL_CHUNK
 from peagle_jax.decoding.sampling import RequestArrays
 from peagle_jax.decoding.speculate import Speculator
@@ -140,11 +143,12 @@ class PagedEngine:
 
     def step(self, num_steps: int, tables: Int[np.ndarray, "slots pages"]) -> jax.Array:
         """Speculative steps of all sequences that decode."""
-        size, k = self.shape.page_size, self.shape.num_draft_tokens
+        size = self.shape.page_size
         used = np.flatnonzero((tables != NULL_PAGE).any(axis=0))
         held = int(used[-1]) + 1 if used.size else 0
         # Rows of a sequence that ended stand past its pages, see `EngineShape.pages_a_slot`.
-        width = self._width(held * size + 3 * k + 1, self.shape.pages_a_slot)
+        past = self.shape.num_draft_tokens + self.shape.scratch_rows + 1
+        width = self._width(held * size + past, self.shape.pages_a_slot)
         self._pools, self._slots, packed = self._run(
             ("step", num_steps, width),
             device.jit_step,
@@ -160,15 +164,46 @@ class PagedEngine:
         begin = time.perf_counter()
         packed = np.asarray(pending)
         self.wait_seconds += time.perf_counter() - begin
-        k = self.shape.num_draft_tokens
-        counts, finished, hit_eos, num_drafts, accepted, tokens = device.unpack(packed, k)
-        return StepResults(tokens, counts, finished, hit_eos, num_drafts, k * num_drafts, accepted)
+        return device.unpack(packed, self.shape.num_draft_tokens)
 
     def free(self, slots: Sequence[int]) -> None:
         """These slots no longer have a sequence."""
         mask = self._column(bool)
         mask[list(slots)] = True
         self._slots = self._run(("free",), device.jit_free, (self._slots, mask))
+
+    def measure_step_costs(self, num_steps: int) -> None:
+        """Lets steps choose their draft length by what each costs here, measured or remembered;
+        before the first sequence comes. Nothing where the length is fixed.
+
+        num_steps: as many as calls of `step` will ask for, so that their program is timed.
+        """
+        if not self._speculator.lengths:
+            return
+        costs = step_costs.remembered(
+            ("engine", self._speculator, self.shape.num_slots, num_steps),
+            lambda: step_costs.measure(
+                self._speculator.lengths, lambda costs: self._seconds_a_step(costs, num_steps)
+            ),
+        )
+        self._slots = dataclasses.replace(self._slots, step_costs=jnp.asarray(costs))
+
+    def _seconds_a_step(self, costs: Float[np.ndarray, "lengths"], num_steps: int) -> float:
+        """Of a sequence alone: steps compute all slots, whether they decode or not."""
+        tables = np.full((self.shape.num_slots, self.shape.pages_a_slot), NULL_PAGE, np.int32)
+        positions = 1 + num_steps * (self.shape.num_draft_tokens + 1) + self.shape.scratch_rows
+        pages = min(-(-positions // self.shape.page_size), self.shape.num_pages - 1)
+        tables[0, :pages] = np.arange(1, 1 + pages)
+        greedy = SamplingParams(ignore_eos=True)
+        room = self.shape.context - 1
+        self.insert([Insertion(0, 1, room, greedy, 0, tables[0])])
+        self._slots = dataclasses.replace(self._slots, step_costs=jnp.asarray(costs))
+        jax.block_until_ready(self._slots)
+        begin = time.perf_counter()
+        jax.block_until_ready(self.step(num_steps, tables))
+        seconds = time.perf_counter() - begin
+        self.free([0])
+        return seconds / num_steps
 
     # --- calls of programs --------------------------------------------------------
 
@@ -255,7 +290,14 @@ def make_shape(
             raise InputError(f"{name}: found {found}, expected {least} or more")
     if context > limit:
         raise InputError(f"context: found {context}, expected at most {limit}, the target's")
-    draft = EngineShape(num_slots, 2, page_size, context, speculator.num_draft_tokens)
+    draft = EngineShape(
+        num_slots,
+        2,
+        page_size,
+        context,
+        speculator.num_draft_tokens,
+        pending_rows=speculator.pending_rows,
+    )
     whole = -(-(context + draft.scratch_rows) // page_size)
     a_page = page_bytes(speculator, page_size)
     if num_pages is None:

@@ -30,6 +30,8 @@ class EngineShape:
     page_size: positions a page.
     context: most tokens that prompt and answer have together.
     num_draft_tokens: K, the most drafts that a step may make.
+    pending_rows: most tokens that are confirmed between two drafts; None = K+1, as where every
+      step drafts.
     num_groups: data-parallel parts, each with its own pages and an equal, consecutive share
       of the slots. Page numbers count within a group.
     """
@@ -40,6 +42,7 @@ class EngineShape:
     context: int
     num_draft_tokens: int
     num_groups: int = 1
+    pending_rows: int | None = None
 
     def __post_init__(self) -> None:
         if self.num_slots % self.num_groups:
@@ -52,12 +55,13 @@ class EngineShape:
 
     @property
     def scratch_rows(self) -> int:
-        """Positions past the newest token that a step may write and read within itself: 2K.
+        """Positions past the newest token that a step may write and read within itself.
 
-        A verification writes K+1 positions from the newest token's own on, a draft up to 2K
-        from the one before it.
+        A verification writes K+1 positions from the newest token's own on, a draft of P pending
+        rows up to P + K - 1 from the one before it.
         """
-        return 2 * self.num_draft_tokens
+        k = self.num_draft_tokens
+        return (k + 1 if self.pending_rows is None else self.pending_rows) + k - 1
 
     @property
     def pages_a_slot(self) -> int:
@@ -66,7 +70,7 @@ class EngineShape:
         A sequence that its last step took up to K tokens past the context stands still there,
         and steps still write its rows: onto the null page, as its pages end before.
         """
-        return -(-(self.context + 3 * self.num_draft_tokens + 1) // self.page_size)
+        return -(-(self.context + self.num_draft_tokens + self.scratch_rows + 1) // self.page_size)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -314,18 +315,33 @@ def test_rejection_in_the_loop(method, mode, params, models, next_logits) -> Non
     assert_distribution(method, mode, params, models, next_logits)
 
 
+def test_rejection_with_chosen_draft_lengths(models, next_logits) -> None:
+    """What a step drafts depends on what was accepted before, and on no noise to come."""
+    params = SamplingParams(temperature=1.0, max_new_tokens=3)
+    costs = jnp.array([1.0, 1.05, 1.1])
+    assert_distribution("p-eagle", "sample", params, models, next_logits, (0, 1, K), costs)
+
+
 def assert_distribution(
-    method: str, mode: str, params: SamplingParams, models: Tiny, next_logits: list[np.ndarray]
+    method: str,
+    mode: str,
+    params: SamplingParams,
+    models: Tiny,
+    next_logits: list[np.ndarray],
+    lengths: tuple[int, ...] = (),
+    step_costs: Any = None,
 ) -> None:
     """Three tokens a request: the prompt's own, and two of the first speculative step(s)."""
-    speculator = models.speculator(method, K, draft_sampling=mode, verification="rejection")
+    speculator = models.speculator(
+        method, K, draft_sampling=mode, verification="rejection", lengths=lengths
+    )
     greedy = np.arange(LOOP_ROWS) % 8 == 0
     samples, accepted, drafts = [], np.zeros(K), 0
     for run in range(LOOP_RUNS):
         seeds = run * LOOP_ROWS + np.arange(LOOP_ROWS)
         batch = tiny.make_batch([PROMPT] * LOOP_ROWS, [params] * LOOP_ROWS, len(PROMPT), 3)
         table = exact.table(params, seeds, greedy)
-        result = tiny.run(models, speculator, batch, table)
+        result = tiny.run(models, speculator, batch, table, step_costs=step_costs)
         assert (result.lengths == 3).all()
         best = [next_logits[0].argmax()]
         best.append(next_logits[1][best[0]].argmax())

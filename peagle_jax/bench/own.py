@@ -1,0 +1,166 @@
+"""This package's decoding, timed: whole answers, and a step's parts as programs of their own."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from peagle_jax import api, runner
+from peagle_jax.batching import Batch, Request, make_batches
+from peagle_jax.bench.cases import Case, Parts, Run
+from peagle_jax.decoding import generate as decode
+from peagle_jax.decoding import sampling
+from peagle_jax.decoding.sampling import RequestArrays
+from peagle_jax.decoding.speculate import Speculator
+from peagle_jax.decoding.state import DecodeState, Params
+from peagle_jax.runner import Pair
+
+# Calls of a part whose median counts.
+PART_CALLS = 15
+
+
+class OwnEngine:
+    """Decodes with a pair; what is compiled stays in the pair."""
+
+    def __init__(self, pairs: dict[str, Pair], requests: Sequence[Request]) -> None:
+        """pairs: a pair for each method; those that share a target may share its arrays."""
+        self._pairs, self._requests = pairs, requests
+
+    def prepare(self, case: Case) -> float:
+        """Compiles what the case needs and decodes one batch of each size as a warm-up; the
+        seconds that compiling took."""
+        pair, speculator = self._speculator(case)
+        seconds, seen = 0.0, set()
+        for batch in make_batches(self._requests, case.batch):
+            sizes = (batch.rows, batch.prompt_size, batch.max_new_tokens)
+            if sizes in seen:
+                continue
+            seen.add(sizes)
+            outputs = runner.run_whole(pair, speculator, batch)
+            seconds += outputs[0].stats.compile_seconds
+            seconds += self._prefill(pair, speculator, batch)[1]
+            self._prefill_time(pair, speculator, batch)
+        return seconds
+
+    def run(self, case: Case) -> Run:
+        """All prompts once."""
+        pair, speculator = self._speculator(case)
+        answers: dict[int, list[int]] = {}
+        seconds = prefill_seconds = 0.0
+        drafts = steps = 0
+        accepted = np.zeros(case.num_draft_tokens, np.int64)
+        for batch in make_batches(self._requests, case.batch):
+            outputs = runner.run_whole(pair, speculator, batch)
+            seconds += outputs[0].stats.seconds
+            prefill_seconds += self._prefill_time(pair, speculator, batch)
+            # The loop goes on until the last row is finished.
+            steps += max(
+                output.stats.num_drafts if speculator.drafts else output.stats.tokens - 1
+                for output in outputs
+            )
+            for request, output in zip(batch.requests, outputs, strict=True):
+                answers[request.index] = output.token_ids
+                drafts += output.stats.num_drafts
+                accepted += np.asarray(output.stats.accepted_per_position, np.int64)
+        return Run(
+            [answers[request.index] for request in self._requests],
+            seconds,
+            drafts,
+            tuple(int(count) for count in accepted),
+            steps,
+            prefill_seconds,
+        )
+
+    def parts(self, case: Case) -> Parts:
+        """A step's draft and verification, each a program of its own on the largest batch's
+        state after prefill."""
+        pair, speculator = self._speculator(case)
+        batch = max(make_batches(self._requests, case.batch), key=lambda one: one.prompt_size)
+        program, _ = self._prefill(pair, speculator, batch)
+        prompts, lengths, table = batch.arrays()
+
+        def timed(part: Callable[..., DecodeState]) -> float:
+            state = program(pair.params, prompts, lengths, table)
+            # Donated, as the loop's own state is: otherwise every call would copy the caches.
+            once = jax.jit(functools.partial(part, speculator), donate_argnums=1)
+            state = jax.block_until_ready(once(pair.params, state, table))
+            seconds = []
+            for _ in range(PART_CALLS):
+                begin = time.perf_counter()
+                state = jax.block_until_ready(once(pair.params, state, table))
+                seconds.append(time.perf_counter() - begin)
+            return 1e3 * statistics.median(seconds)
+
+        return Parts(timed(draft_once) if speculator.drafts else 0.0, timed(verify_once))
+
+    def _speculator(self, case: Case) -> tuple[Pair, Speculator]:
+        pair = self._pairs[case.method]
+        if case.method == "none":
+            return pair, api.make_speculator(pair, "none")
+        method: Any = case.method
+        return pair, api.make_speculator(pair, method, case.num_draft_tokens)
+
+    def _prefill(self, pair: Pair, speculator: Speculator, batch: Batch) -> tuple[Any, float]:
+        prompts, lengths, table = batch.arrays()
+        sizes = (batch.rows, batch.prompt_size, batch.max_new_tokens)
+        return runner.compiled(
+            pair.compiled,
+            ("prefill", speculator, *sizes),
+            lambda: decode.jit_prefill.lower(
+                pair.params,
+                prompts,
+                lengths,
+                table,
+                speculator=speculator,
+                max_new_tokens=batch.max_new_tokens,
+            ),
+        )
+
+    def _prefill_time(self, pair: Pair, speculator: Speculator, batch: Batch) -> float:
+        program, _ = self._prefill(pair, speculator, batch)
+        arrays = jax.block_until_ready(batch.arrays())
+        begin = time.perf_counter()
+        jax.block_until_ready(program(pair.params, *arrays))
+        return time.perf_counter() - begin
+
+
+def draft_once(
+    speculator: Speculator, params: Params, state: DecodeState, requests: RequestArrays
+) -> DecodeState:
+    """The drafting of a step; the drafts become the state's newest tokens, to keep them alive."""
+    noise = _noise(speculator, state, requests)
+    k = speculator.num_draft_tokens
+    drafts, _, cache = speculator.draft(params, state, requests, noise[:, :k], k)
+    return dataclasses.replace(state, draft_cache=cache, last_token=drafts[:, -1])
+
+
+def verify_once(
+    speculator: Speculator, params: Params, state: DecodeState, requests: RequestArrays
+) -> DecodeState:
+    """The target's pass over K+1 rows and its choices."""
+    rows = speculator.num_draft_tokens + 1
+    tokens = jnp.broadcast_to(state.last_token[:, None], (state.last_token.shape[0], rows))
+    out = speculator.networks(params).of_target(
+        tokens, state.length, state.target_cache, speculator.aux_layer_ids
+    )
+    choices = speculator.choose(params, out.hidden, requests, _noise(speculator, state, requests))
+    width = state.pending_features.shape[-1]
+    return dataclasses.replace(
+        state,
+        target_cache=out.cache,
+        last_token=choices[:, -1],
+        pending_features=out.features[..., :width],
+    )
+
+
+def _noise(speculator: Speculator, state: DecodeState, requests: RequestArrays) -> jax.Array:
+    positions = state.length[:, None] + 1 + jnp.arange(speculator.num_draft_tokens + 1)
+    return sampling.gumbel_noise(requests, positions, speculator.target.vocab_size)

@@ -1,0 +1,42 @@
+"""What `peagle bench` shows and writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from peagle_jax.bench import report, session
+from peagle_jax.files import replace_file
+
+
+def print_table(lines: Sequence[dict[str, Any]]) -> None:
+    """The results on stdout."""
+    console = Console()
+    table = Table()
+    for index, name in enumerate(report.COLUMNS):
+        table.add_column(name, justify="right" if index > 1 else "left", no_wrap=True)
+    for line in lines:
+        table.add_row(*(cell.replace("**", "") for cell in report.cells(line)))
+    # A table wider than the terminal, or a file, wraps there instead of losing columns.
+    whole = console.options.update(width=10_000)
+    console.width = max(console.width, console.measure(table, options=whole).maximum)
+    console.print(table, highlight=False, markup=False)
+
+
+def write_files(
+    folder: Path, lines: Sequence[dict[str, Any]], settings: dict[str, Any], *, plots: bool
+) -> None:
+    """results.jsonl, settings.json, results.md and the pictures."""
+    replace_file(folder / "results.jsonl", session.to_jsonl(lines))
+    replace_file(folder / "settings.json", (json.dumps(settings, indent=2) + "\n").encode())
+    replace_file(folder / "results.md", report.markdown(lines, settings).encode())
+    if plots:
+        from peagle_jax.commands import bench_plot
+
+        for name, picture in bench_plot.draw_all(lines).items():
+            replace_file(folder / f"{name}.png", picture)

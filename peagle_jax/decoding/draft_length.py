@@ -1,0 +1,55 @@
+"""How many tokens to draft in a step, by what steps cost and what was accepted so far.
+
+A step of K drafts yields 1 + r_1 + r_1 r_2 + .. + r_1 .. r_K tokens on average, r_j being how
+often draft j is accepted where those before it were. The K of the most tokens a millisecond is
+taken, 0 among them. Costs are measured, see `peagle_jax.step_costs`; rates are followed for each
+sequence, so both may be wrong without a token being so.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+# Before anything is known of a sequence: good enough to try, soon corrected.
+FIRST_RATE = 0.6
+# How much one observation counts: a rate forgets what is older than some 16 drafts.
+WEIGHT = 1 / 16
+# The drafter is fed at least every so many steps, so that it can be tried again: what a sequence
+# has confirmed since it drafted last is kept for it in as many rows.
+MOST_PENDING = 32
+
+
+def choose(
+    rates: Float[Array, "batch drafts"],
+    active: Bool[Array, "batch"],
+    must_draft: Bool[Array, ""],
+    costs: Float[Array, "lengths"],
+    lengths: tuple[int, ...],
+) -> Int[Array, ""]:
+    """Index into `lengths` of the draft length with the most tokens a millisecond, all active
+    sequences together; one above 0 where `must_draft`.
+
+    Args:
+      rates: acceptance of each draft, those before it being accepted.
+      costs: milliseconds of a step with each of `lengths` drafts.
+    """
+    reached = jnp.cumsum(jnp.cumprod(rates, axis=1), axis=1)
+    expected = jnp.pad(1.0 + reached, ((0, 0), (1, 0)), constant_values=1.0)
+    tokens = jnp.sum(jnp.where(active[:, None], expected[:, jnp.array(lengths)], 0.0), axis=0)
+    value = tokens / costs
+    return jnp.argmax(jnp.where((jnp.array(lengths) == 0) & must_draft, -1.0, value))
+
+
+def observe(
+    rates: Float[Array, "batch drafts"],
+    accepted: Int[Array, "batch"],
+    drafted: int,
+    active: Bool[Array, "batch"],
+) -> Float[Array, "batch drafts"]:
+    """The rates after a step of `drafted` drafts, of which the first `accepted` stood: the next
+    one was refused, and of those behind it nothing is known."""
+    place = jnp.arange(rates.shape[1])
+    seen = (place <= accepted[:, None]) & (place < drafted) & active[:, None]
+    stood = (place < accepted[:, None]).astype(rates.dtype)
+    return jnp.where(seen, rates + WEIGHT * (stood - rates), rates)

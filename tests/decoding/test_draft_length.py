@@ -1,0 +1,185 @@
+"""Draft lengths that are chosen step by step: the choice, and that no token depends on it."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from peagle_jax import step_costs
+from peagle_jax.config import SamplingParams
+from peagle_jax.decoding import draft_length, generate, sampling
+from peagle_jax.decoding.draft_length import FIRST_RATE, MOST_PENDING, WEIGHT
+from tests.decoding import tiny
+from tests.decoding.tiny import Tiny
+
+LENGTHS = (0, 1, 3)
+PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8, 9, 7, 9]]
+NEW = 70  # more than twice what may be pending
+
+
+@pytest.fixture(scope="module")
+def models() -> Tiny:
+    return tiny.make(draft_vocab_size=16)
+
+
+def batch(params: SamplingParams = SamplingParams(), new: int = NEW) -> tiny.Batch:
+    each = [
+        SamplingParams(
+            temperature=params.temperature, seed=row, max_new_tokens=new, ignore_eos=True
+        )
+        for row in range(len(PROMPTS))
+    ]
+    return tiny.make_batch(PROMPTS, each, 8, new)
+
+
+def chosen(rates, costs, active=None, must=False) -> int:
+    rates = jnp.asarray(rates, jnp.float32)
+    active = jnp.ones(len(rates), bool) if active is None else jnp.asarray(active)
+    index = draft_length.choose(rates, active, jnp.asarray(must), jnp.asarray(costs), LENGTHS)
+    return LENGTHS[int(index)]
+
+
+@pytest.mark.parametrize(
+    ("rates", "costs", "length"),
+    [
+        # Tokens a step: 1, 1.5 and 1.5 + .25 + .125 = 1.875.
+        ([[0.5, 0.5, 0.5]], [1.0, 1.2, 1.4], 3),
+        ([[0.5, 0.5, 0.5]], [1.0, 1.2, 1.6], 1),
+        ([[0.5, 0.5, 0.5]], [1.0, 1.6, 2.0], 0),
+        # The sequence that drafts badly outweighs the good one: 2, 2 + 1 + 0, 2 + 1 + .. = 3.
+        ([[1.0, 0.0, 0.0], [0.0, 0.9, 0.9]], [1.0, 1.4, 1.6], 1),
+        ([[1.0, 0.0, 0.0], [0.0, 0.9, 0.9]], [1.0, 1.6, 1.6], 0),
+    ],
+)
+def test_most_tokens_a_millisecond(rates, costs, length) -> None:
+    assert chosen(rates, costs) == length
+
+
+def test_finished_sequences_have_no_say() -> None:
+    rates = [[0.9, 0.9, 0.9], [0.0, 0.0, 0.0]]
+    assert chosen(rates, [1.0, 1.5, 2.3]) == 0
+    assert chosen(rates, [1.0, 1.5, 2.3], active=[True, False]) == 3
+
+
+def test_a_draft_can_be_demanded() -> None:
+    assert chosen([[0.01, 0.01, 0.01]], [1.0, 1.1, 5.0], must=True) == 1
+
+
+def test_rates_follow_what_was_seen() -> None:
+    rates = jnp.full((4, 3), 0.5)
+    accepted, active = jnp.array([0, 1, 2, 2]), jnp.array([True, True, True, False])
+    up, down = 0.5 + WEIGHT * 0.5, 0.5 - WEIGHT * 0.5
+    found = draft_length.observe(rates, accepted, 2, active)
+    # Of the draft after a refused one, and of the third, which was not made, nothing is known.
+    expected = [[down, 0.5, 0.5], [up, down, 0.5], [up, up, 0.5], [0.5, 0.5, 0.5]]
+    np.testing.assert_allclose(found, expected)
+    np.testing.assert_array_equal(draft_length.observe(rates, accepted * 0, 0, active), rates)
+
+
+@pytest.mark.parametrize("method", ["p-eagle", "eagle3", "prompt-lookup"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_tokens_equal_plain_decoding(method, temperature, models) -> None:
+    params = SamplingParams(temperature=temperature)
+    plain = tiny.run(models, models.speculator("none"), batch(params))
+    speculator = models.speculator(method, 3, lengths=LENGTHS)
+    drafts = []
+    for costs in ([1.0, 1.01, 1.02], [1.0, 1.6, 2.2], [1.0, 50.0, 60.0]):
+        found = tiny.run(
+            models, speculator, batch(params), step_costs=jnp.array(costs, jnp.float32)
+        )
+        assert found.rows() == plain.rows()
+        drafts.append(int(found.num_drafts.sum()))
+    # The dearer drafts are, the fewer of them; but they are tried again now and then.
+    assert drafts[0] > drafts[2] >= (NEW // MOST_PENDING) * len(PROMPTS)
+
+
+@pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
+def test_one_length_always_is_the_fixed_one(method, models) -> None:
+    fixed = tiny.run(models, models.speculator(method, 3), batch())
+    costs = jnp.asarray(step_costs.forced(LENGTHS, 2))
+    found = tiny.run(
+        models, models.speculator(method, 3, lengths=LENGTHS), batch(), step_costs=costs
+    )
+    assert found.rows() == fixed.rows()
+    np.testing.assert_array_equal(found.num_drafts, fixed.num_drafts)
+    np.testing.assert_array_equal(found.accepted, fixed.accepted)
+
+
+@pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
+def test_a_drafter_that_was_not_asked_catches_up(method, models) -> None:
+    """Drafts after steps without any are those of a drafter that saw every step."""
+    one = batch(SamplingParams(temperature=1.0), new=40)
+    prompts, lengths, table = one.arrays()
+    params = models.params(method)
+
+    def drafts_by_length(speculator, order) -> dict[tuple[int, int], list[int]]:
+        state = generate.jit_prefill(
+            params, prompts, lengths, table, speculator=speculator, max_new_tokens=40
+        )
+        step = jax.jit(functools.partial(advance, speculator))
+        found = {}
+        for index in order:
+            drafts, state = step(params, state, table, step_costs.forced(LENGTHS, index))
+            for row in range(len(PROMPTS)):
+                found[row, int(before(state, row))] = drafts[row].tolist()
+        return found
+
+    def advance(speculator, params, state, table, costs):
+        positions = state.length[:, None] + 1 + jnp.arange(4)
+        noise = sampling.gumbel_noise(table, positions, models.target.vocab_size)
+        drafts, _, _ = speculator.draft(params, state, table, noise[:, :3], 3)
+        if speculator.lengths:
+            state = state.replace(step_costs=costs)
+        after = speculator.step(params, state, table)
+        return drafts, after.replace(history=state.length[:, None])
+
+    def before(state, row):
+        return state.history[row, 0]
+
+    always = drafts_by_length(models.speculator(method, 3), [2] * 12)
+    mixed = drafts_by_length(
+        models.speculator(method, 3, lengths=LENGTHS), [0, 0, 0, 2, 0, 1, 1, 0, 0, 0, 0, 0, 2, 2]
+    )
+    both = always.keys() & mixed.keys()
+    assert len(both) > 15
+    assert {key: mixed[key] for key in both} == {key: always[key] for key in both}
+    assert len({tuple(drafts) for drafts in mixed.values()}) > 5
+
+
+def test_rates_begin_anew(models) -> None:
+    state = models.speculator("p-eagle", 3, lengths=LENGTHS).init_state(2, 8, 8)
+    np.testing.assert_array_equal(state.rates, np.full((2, 3), FIRST_RATE, np.float32))
+    assert models.speculator("p-eagle", 3).init_state(2, 8, 8).rates.shape == (2, 0)
+
+
+def test_lengths_rise_from_none_to_the_most(models) -> None:
+    for lengths in ((1, 3), (0, 3, 1), (0, 1), (0, 1, 1, 3)):
+        with pytest.raises(ValueError, match="draft lengths"):
+            models.speculator("p-eagle", 3, lengths=lengths)
+
+
+def test_costs_are_medians_and_are_remembered(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(step_costs, "cache_folder", lambda: tmp_path)
+    times = iter([9, 9, 9, 0.01, 0.03, 0.05, 0.02, 0.02, 0.01, 0.03, 0.04, 0.06])
+    calls = []
+
+    def seconds_of(costs):
+        calls.append(int(np.argmin(costs)))
+        return next(times)
+
+    def measured():
+        return step_costs.measure(LENGTHS, seconds_of)
+
+    first = step_costs.remembered(("a", 1), measured)
+    np.testing.assert_allclose(first, [20, 30, 50], rtol=1e-6)
+    assert calls == [0, 1, 2] * 4
+    np.testing.assert_array_equal(step_costs.remembered(("a", 1), measured), first)
+    assert len(calls) == 12
+    (kept,) = tmp_path.glob("step_costs/*.json")
+    kept.write_text("{")
+    times = iter([0.01] * 12)
+    np.testing.assert_allclose(step_costs.remembered(("a", 1), measured), [10] * 3, rtol=1e-6)

@@ -1,0 +1,128 @@
+"""`peagle bench` on a tiny model: every method, a peer in a process of its own, bad input."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+
+import jax
+import pytest
+
+from peagle_jax import cli
+from peagle_jax.config import DrafterConfig
+from peagle_jax.convert.in_memory import write_drafter
+from peagle_jax.models import drafter as network
+from tests.training import tiny_model
+
+NEW = 9
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("bench")
+    target = tiny_model.TARGET
+    drafters = {}
+    for method, mask in (("p-eagle", tiny_model.MASK), ("eagle3", None)):
+        config = DrafterConfig(
+            block=dataclasses.replace(target.block, num_layers=1),
+            parallel=method == "p-eagle",
+            vocab_size=target.vocab_size,
+            draft_vocab_size=target.vocab_size,
+            target_hidden_size=32,
+            aux_layer_ids=(1, 2, 3),
+            mask_token_id=mask,
+        )
+        params = network.init(config, jax.random.key(3))
+        drafters[method] = str(write_drafter(root / method, config, params, 128))
+    return {
+        "target": str(tiny_model.write_target(root / "target")),
+        "prompts": str(tiny_model.write_prompts(root / "prompts.jsonl", 3)),
+        **drafters,
+    }
+
+
+@pytest.fixture
+def bench(folders, tmp_path, capsys):
+    def run(*options, code=0, out="out"):
+        line = ["bench", "--model", folders["target"], "--prompts", folders["prompts"]]
+        line += ["--max-new-tokens", str(NEW), "--out", str(tmp_path / out), *options]
+        assert cli.main(line) == code
+        return tmp_path / out, capsys.readouterr()
+
+    return run
+
+
+def test_all_methods(bench, folders) -> None:
+    out, printed = bench(
+        "--methods", "p-eagle,eagle3,prompt-lookup", "--num-draft-tokens", "2", "--batch", "2",
+        "--repeats", "2", "--drafter", folders["p-eagle"], "--drafter", folders["eagle3"],
+    )  # fmt: skip
+    lines = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+    assert [line["method"] for line in lines] == ["none", "p-eagle", "eagle3", "prompt-lookup"]
+    for line in lines:
+        assert (line["identical"], line["prompts"], line["tokens"]) == (3, 3, 3 * NEW)
+        assert len(line["tokens_per_second_repeats"]) == 2
+        assert line["batch"] == 2
+        assert line["verify_ms"] > 0
+        assert (line["draft_ms"] > 0) == (line["method"] != "none")
+        parts = line["draft_ms"] + line["verify_ms"] + line["other_ms"]
+        assert parts == pytest.approx(line["step_ms"])
+        if line["method"] != "none":
+            # Every token but a prompt's first comes of a draft's verification.
+            assert line["acceptance_length"] >= 1
+            assert len(line["acceptance_per_position"]) == 2
+    page = (out / "results.md").read_text()
+    assert page.count("3 of 3") == 4
+    settings = json.loads((out / "settings.json").read_text())
+    assert settings["versions"]["jax"] == jax.__version__
+    assert settings["dtype"] == "float32"
+    for name in ("speed", "acceptance", "draft_cost", "split"):
+        assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert "prompt-lookup" in printed.out
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch")
+def test_transformers_beside_it(bench) -> None:
+    _, printed = bench(
+        "--methods", "none,prompt-lookup", "--num-draft-tokens", "2", "--repeats", "1",
+        "--peers", "transformers", "--json", "--no-plot",
+    )  # fmt: skip
+    lines = json.loads(printed.out)["results"]
+    peers = [line for line in lines if line["peer"] == "transformers"]
+    assert [(line["method"], line["identical"]) for line in peers] == [
+        ("none", 3),
+        ("prompt-lookup", 3),
+    ]
+    assert peers[0]["tokens"] == 3 * NEW
+    assert peers[0]["speedup"] > 0
+
+
+def test_a_peer_that_is_not_there_is_left_out(bench, tmp_path) -> None:
+    _, printed = bench(
+        "--methods", "none", "--repeats", "1", "--peers", "vllm", "--peer-python",
+        "vllm=/bin/false", "--json", "--no-plot",
+    )  # fmt: skip
+    assert [line["peer"] for line in json.loads(printed.out)["results"]] == ["peagle_jax"]
+    assert "vllm: its process ended with exit code 1; it is left out" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--methods", "p-eagle"), "--methods: found p-eagle, expected a --drafter"),
+        (("--batch", "two"), "--batch: found 'two'"),
+        (("--repeats", "0", "--methods", "none"), "--repeats: found 0"),
+        (("--limit", "0"), "--limit: found 0"),
+        (("--peer-python", "vllm"), "--peer-python: found 'vllm'"),
+    ],
+)
+def test_bad_options_are_one_line(bench, options, message) -> None:
+    _, printed = bench(*options, code=2)
+    assert printed.err.startswith(f"peagle: error: {message}")
+    assert printed.err.count("\n") == 1
+
+
+def test_two_drafters_for_one_method(bench, folders) -> None:
+    _, printed = bench("--drafter", folders["eagle3"], "--drafter", folders["eagle3"], code=2)
+    assert "both for eagle3, expected one" in printed.err
