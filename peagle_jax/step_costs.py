@@ -68,6 +68,7 @@ def remembered(
     content = {"device": _device(), "subject": repr(subject), "milliseconds": costs.tolist()}
     # A folder that cannot be written costs the next run the same seconds.
     with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, (json.dumps(content) + "\n").encode())
     return costs
 

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 
+from peagle_jax import step_costs
 from peagle_jax.config import SamplingParams
 from peagle_jax.errors import InputError
 from peagle_jax.serving import engine as engine_module
@@ -42,6 +43,7 @@ class Case:
     steps: int = 2
     programs: Programs = ALONE
     draft_sampling: str = "sample"
+    lengths: tuple[int, ...] = ()
 
 
 CASES = {
@@ -51,6 +53,9 @@ CASES = {
         "eagle3", 3, 5, page_size=3, num_pages=23, steps=1, draft_sampling="greedy"
     ),
     "prompt-lookup, few pages": Case("prompt-lookup", 4, 4, page_size=4, num_pages=24, steps=2),
+    "chosen lengths, few pages": Case(
+        "p-eagle", 3, 4, page_size=4, num_pages=34, steps=2, lengths=(0, 1, 3)
+    ),
     # Two widths of tables; parts of several prompts together, filled up to 4.
     "narrow, together": Case(
         "p-eagle", 3, 6, 8, None, 24, 4, programs=Programs(prefill_rows=256, least_width=32)
@@ -113,9 +118,20 @@ def plain(models: Tiny) -> Any:
 
 
 def make_engine(models: Tiny, case: Case, context: int = CONTEXT) -> PagedEngine:
-    options = {"draft_sampling": case.draft_sampling}
-    speculator = models.speculator(case.method, case.num_draft_tokens, **options)
-    shape = EngineShape(case.num_slots, 2, case.page_size, context, case.num_draft_tokens)
+    speculator = models.speculator(
+        case.method,
+        case.num_draft_tokens,
+        draft_sampling=case.draft_sampling,
+        lengths=case.lengths,
+    )
+    shape = EngineShape(
+        case.num_slots,
+        2,
+        case.page_size,
+        context,
+        case.num_draft_tokens,
+        pending_rows=speculator.pending_rows,
+    )
     num_pages = case.num_pages or 1 + case.num_slots * shape.pages_a_slot
     shape = replace(shape, num_pages=num_pages)
     return PagedEngine(
@@ -203,6 +219,27 @@ def test_tokens_are_those_of_plain_generation(models, plain, case, compilations)
     assert new == 0 or (case.programs is not ALONE and new <= 2)
     if not new:
         assert compilations == []
+
+
+def test_step_costs_are_measured_before_the_first_sequence(
+    models, plain, monkeypatch, tmp_path
+) -> None:
+    monkeypatch.setattr(step_costs, "cache_folder", lambda: tmp_path)
+    case = CASES["chosen lengths, few pages"]
+    engine = make_engine(models, case)
+    engine.measure_step_costs(case.steps)
+    costs = np.asarray(engine._slots.step_costs)
+    assert costs.shape == (3,)
+    assert (costs > 0).all()
+    assert len(set(costs.tolist())) > 1
+    ends, _ = serve(engine, case, REQUESTS, [0] * len(REQUESTS))
+    for key, (tokens, _) in enumerate(plain):
+        assert ends[key].token_ids == tokens
+    # Remembered: another engine of this shape measures nothing.
+    other = make_engine(models, case)
+    monkeypatch.setattr(other, "step", None)
+    other.measure_step_costs(case.steps)
+    np.testing.assert_array_equal(other._slots.step_costs, costs)
 
 
 def test_windows_and_sinks_and_experts_on_pages() -> None:
