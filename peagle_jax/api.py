@@ -20,7 +20,9 @@ from peagle_jax.config import (
     SamplingParams,
     Verification,
     check_num_draft_tokens,
+    looks_up,
     needs_drafter,
+    network_method,
 )
 from peagle_jax.decoding.speculate import Speculator
 from peagle_jax.errors import InputError
@@ -117,10 +119,15 @@ def make_speculator(
         )
     if pair.drafter is None:
         raise InputError(f"method: found {method!r}, but no drafter is loaded; expected 'none'")
-    if pair.drafter.method != method:
+    if pair.drafter.method != network_method(method):
         raise InputError(
             f"method: found {method!r}, expected {pair.drafter.method!r}, which the drafter "
             "was trained for"
+        )
+    if looks_up(method) and (verify, draft_sampling) == ("rejection", "sample"):
+        raise InputError(
+            f"draft_sampling: found 'sample' with {method!r} and the rejection rule, expected "
+            "'greedy': drafts that are looked up are samples of nothing"
         )
     return Speculator(
         pair.target,

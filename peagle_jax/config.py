@@ -7,23 +7,34 @@ Families are data here, never branches: a target or drafter that needs an
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Literal, get_args
 
 from peagle_jax.errors import InputError
 
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 RouterScores = Literal["softmax_top_k", "top_k_softmax"]
-Method = Literal["p-eagle", "eagle3", "prompt-lookup", "none"]
+Method = Literal["p-eagle", "eagle3", "p-eagle+lookup", "eagle3+lookup", "prompt-lookup", "none"]
 DraftSampling = Literal["greedy", "sample"]
 Verification = Literal["coupled", "rejection"]
 
-METHODS: tuple[Method, ...] = ("p-eagle", "eagle3", "prompt-lookup", "none")
+METHODS: tuple[Method, ...] = get_args(Method)
+_LOOKUP = "+lookup"
 MAX_DRAFT_TOKENS = 32
 
 
 def needs_drafter(method: Method | None) -> bool:
     """Whether a drafter network drafts; None stands for the method of one."""
     return method not in ("prompt-lookup", "none")
+
+
+def network_method(method: Method) -> str | None:
+    """What a drafter must have been trained for, "p-eagle" or "eagle3"; None without one."""
+    return method.removesuffix(_LOOKUP) if needs_drafter(method) else None
+
+
+def looks_up(method: Method) -> bool:
+    """Whether the text's own past drafts, alone or before a drafter is asked."""
+    return method == "prompt-lookup" or method.endswith(_LOOKUP)
 
 
 @dataclasses.dataclass(frozen=True)

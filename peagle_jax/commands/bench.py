@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 from peagle_jax.commands.options import add_model, add_raw
 from peagle_jax.commands.progress import progress_bar
 from peagle_jax.commands.prompts import read_prompts
+from peagle_jax.config import METHODS
 from peagle_jax.errors import InputError
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--methods",
         default="none,p-eagle,prompt-lookup",
         metavar="M,..",
-        help="some of none, p-eagle, eagle3, prompt-lookup (%(default)s)",
+        help=f"some of {', '.join(METHODS)} (%(default)s)",
     )
     cases.add_argument(
         "--num-draft-tokens", default="1,3,5", metavar="K,..", help="drafts a step (%(default)s)"
@@ -167,11 +168,12 @@ def _identical(line: dict[str, Any]) -> bool:
 def _load(args: argparse.Namespace, methods: set[str]) -> tuple[dict[str, Pair], dict[str, str]]:
     """A pair for each method, all with the same target; the drafters' sources by method."""
     from peagle_jax import api
-    from peagle_jax.config import needs_drafter
+    from peagle_jax.config import network_method
     from peagle_jax.convert import checkpoint
     from peagle_jax.runner import Pair
 
-    needed: set[str] = {method for method in methods if needs_drafter(cast("Method", method))}
+    networks = {method: network_method(cast("Method", method)) for method in methods}
+    needed = {network for network in networks.values() if network is not None}
     plain = api.load(target=args.model, drafter=None, dtype=args.dtype)
     sources = list(args.drafter)
     if not sources and needed and args.model in api.SHIPPED_DRAFTERS:
@@ -195,6 +197,9 @@ def _load(args: argparse.Namespace, methods: set[str]) -> tuple[dict[str, Pair],
         raise InputError(
             f"--methods: found {', '.join(missing)}, expected a --drafter that was trained for it"
         )
+    for method, network in networks.items():
+        if network is not None:
+            pairs[method] = pairs[network]
     return pairs, found
 
 

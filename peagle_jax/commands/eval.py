@@ -15,7 +15,7 @@ from peagle_jax.config import (
     METHODS,
     SamplingParams,
     check_num_draft_tokens,
-    needs_drafter,
+    network_method,
 )
 from peagle_jax.errors import InputError
 
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_drafter(models)
     models.add_argument(
         "--method",
-        choices=tuple(method for method in METHODS if needs_drafter(method)),
+        choices=tuple(method for method in METHODS if network_method(method) == method),
         help="how to draft (the drafter's own)",
     )
 

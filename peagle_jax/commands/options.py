@@ -44,8 +44,8 @@ def add_drafting(options: Options) -> None:
     options.add_argument(
         "--method",
         choices=METHODS,
-        help="prompt-lookup drafts from the text's own past, none = plain decoding "
-        "(the drafter's own)",
+        help="prompt-lookup drafts from the text's own past, +lookup asks it before the drafter, "
+        "none = plain decoding (the drafter's own)",
     )
     options.add_argument(
         "--num-draft-tokens",

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from peagle_jax.config import DraftSampling, Method, Verification
+from peagle_jax.config import DraftSampling, Method, Verification, looks_up, needs_drafter
 from peagle_jax.decoding import sampling
 from peagle_jax.decoding.networks import Networks
-from peagle_jax.decoding.prompt_lookup import look_up
+from peagle_jax.decoding.prompt_lookup import SURE_NGRAM, look_up
 from peagle_jax.decoding.sampling import RequestArrays
 from peagle_jax.decoding.state import DecodeState
 from peagle_jax.models.layers import ROW_TILE
@@ -50,10 +50,20 @@ class Drafting:
         """K tokens for every sequence. `noise` is what the target would choose them with."""
         if not self.num_draft_tokens:
             return jnp.zeros((state.length.shape[0], 0), jnp.int32), None, state.draft_cache
-        if self.method == "prompt-lookup":
-            drafts = look_up(state.history, state.length, self.num_draft_tokens)
-            return drafts, None, state.draft_cache
-        if self.method == "p-eagle":
+        if not looks_up(self.method):
+            return self._by_network(state, requests, noise)
+        found, shared = look_up(state.history, state.length, self.num_draft_tokens)
+        if not needs_drafter(self.method):
+            return found, None, state.draft_cache
+        drafts, logits, cache = self._by_network(state, requests, noise)
+        assert logits is None, "drafts that were looked up are samples of nothing"
+        return jnp.where((shared >= SURE_NGRAM)[:, None], found, drafts), None, cache
+
+    def _by_network(
+        self, state: DecodeState, requests: RequestArrays, noise: Float[Array, "batch drafts vocab"]
+    ) -> Drafted:
+        assert self.networks.drafter is not None
+        if self.networks.drafter.parallel:
             return self._in_one_pass(state, requests, noise)
         return self._in_passes(state, requests, noise)
 

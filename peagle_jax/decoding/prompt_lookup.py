@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 MAX_NGRAM = 3  # newest tokens that are looked for; fewer where so many do not occur
+# So many newest tokens must have occurred before a drafter's guess is worth less.
+SURE_NGRAM = 2
 
 
 def look_up(
@@ -18,13 +20,13 @@ def look_up(
     last: Int[Array, "batch"],
     num_draft_tokens: int,
     max_ngram: int = MAX_NGRAM,
-) -> Int[Array, "batch drafts"]:
+) -> tuple[Int[Array, "batch drafts"], Int[Array, "batch"]]:
     """What followed the newest tokens where they last stood before.
 
     Of all earlier places the one counts that shares most of the newest tokens, `max_ngram` at
     most, and of several the latest. A draft that reaches the newest token goes on as if the
     text repeated itself from there. Where not even the newest token occurs before, it is
-    repeated.
+    repeated. The second result is how many of the newest tokens were found together.
 
     Args:
       history: the text's tokens; entries past `last` may be anything.
@@ -45,4 +47,5 @@ def look_up(
     found = jnp.where(jnp.any(shared > 0, axis=1), found, last - 1)
     period = (last - found)[:, None]
     index = found[:, None] + 1 + jnp.arange(num_draft_tokens) % period
-    return jnp.take_along_axis(history, jnp.minimum(index, last[:, None]), axis=1)
+    drafts = jnp.take_along_axis(history, jnp.minimum(index, last[:, None]), axis=1)
+    return drafts, jnp.max(shared, axis=1)

@@ -26,7 +26,8 @@ from peagle_jax.config import (
     Method,
     ModelConfig,
     Verification,
-    needs_drafter,
+    looks_up,
+    network_method,
 )
 from peagle_jax.decoding import draft_length, sampling
 from peagle_jax.decoding.draft import Drafted, Drafting
@@ -62,8 +63,14 @@ class Speculator:
         if (self.method == "none") != (self.num_draft_tokens == 0):
             raise ValueError("num_draft_tokens is 0 exactly when nothing is drafted")
         trained_for = self.drafter.method if self.drafter else None
-        if trained_for != (self.method if needs_drafter(self.method) else None):
+        if trained_for != network_method(self.method):
             raise ValueError(f"method {self.method!r} with a drafter for {trained_for!r}")
+        if (
+            self.drafter
+            and looks_up(self.method)
+            and (self.verification, self.draft_sampling) == ("rejection", "sample")
+        ):
+            raise ValueError("drafts that are looked up are samples of nothing")
         if self.lengths and (
             list(self.lengths) != sorted({0, *self.lengths})
             or self.lengths[-1] != self.num_draft_tokens
@@ -98,8 +105,7 @@ class Speculator:
     def history_size(self, most_tokens: int) -> int:
         """Width of `DecodeState.history` for texts of so many tokens: of those past the newest,
         a verification's K+1 are written."""
-        looks_up = self.method == "prompt-lookup"
-        return most_tokens + self.num_draft_tokens + 1 if looks_up else 0
+        return most_tokens + self.num_draft_tokens + 1 if looks_up(self.method) else 0
 
     def init_state(
         self,
@@ -236,7 +242,7 @@ class Speculator:
             state.output, verified.tokens, state.emitted
         )
         history = state.history
-        if self.method == "prompt-lookup":
+        if looks_up(self.method):
             # In range as the output is. What a finished row writes stays past its text.
             history = jax.vmap(lambda h, t, at: jax.lax.dynamic_update_slice(h, t, (at,)))(
                 history, verified.tokens, state.length + 1

@@ -40,6 +40,7 @@ SMALL_BATCH_CASES = (
     ("p-eagle", 5, "sample"),
     ("eagle3", 3, "sample"),
     ("prompt-lookup", 3, "greedy"),
+    ("p-eagle+lookup", 3, "sample"),
 )
 
 

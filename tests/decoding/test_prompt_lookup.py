@@ -19,24 +19,35 @@ def searched(text: list[int], num_draft_tokens: int, max_ngram: int) -> list[int
     return [text[-1]] * num_draft_tokens
 
 
+def longest(text: list[int], max_ngram: int) -> int:
+    """How many of the newest tokens stand together before."""
+    joined = [text[i:j] for i in range(len(text) - 1) for j in range(i + 1, len(text))]
+    return max(n for n in range(max_ngram + 1) if n == 0 or (n < len(text) and text[-n:] in joined))
+
+
 @pytest.mark.parametrize("max_ngram", [1, 2, 3, 5])
 def test_finds_what_a_search_finds(max_ngram: int) -> None:
     rng = np.random.default_rng(max_ngram)
     size = 24
     lengths = np.concatenate([np.arange(1, size + 1), rng.integers(1, size + 1, 200)])
     history = rng.integers(0, 4, (len(lengths), size))
-    drafts = np.asarray(look_up(jnp.asarray(history), jnp.asarray(lengths - 1), 5, max_ngram))
+    found, shared = look_up(jnp.asarray(history), jnp.asarray(lengths - 1), 5, max_ngram)
+    drafts = np.asarray(found)
     for row, length in enumerate(lengths):
         text = history[row, :length].tolist()
         assert drafts[row].tolist() == searched(text, 5, max_ngram), text
+        assert shared[row] == longest(text, max_ngram), text
 
 
 def test_a_loop_is_drafted_on() -> None:
     """The draft reaches past the newest token: the text's period goes on."""
     text = jnp.array([[9, 1, 2, 3, 1, 2, 3, 1, 0, 0]])
-    assert look_up(text, jnp.array([7]), 5)[0].tolist() == [2, 3, 1, 2, 3]
+    drafts, shared = look_up(text, jnp.array([7]), 5)
+    assert shared.tolist() == [3]
+    assert drafts[0].tolist() == [2, 3, 1, 2, 3]
 
 
 def test_a_new_word_is_repeated() -> None:
     text = jnp.array([[4, 5, 6, 7, 7]])
-    assert look_up(text, jnp.array([2]), 3)[0].tolist() == [6, 6, 6]
+    drafts, shared = look_up(text, jnp.array([2]), 3)
+    assert (drafts[0].tolist(), shared[0]) == ([6, 6, 6], 0)
