@@ -138,7 +138,7 @@ def draft_once(
     """The drafting of a step; the drafts become the state's newest tokens, to keep them alive."""
     noise = _noise(speculator, state, requests)
     k = speculator.num_draft_tokens
-    drafts, _, cache = speculator.draft(params, state, requests, noise[:, :k], k)
+    drafts, _, cache, _ = speculator.draft(params, state, requests, noise[:, :k], k)
     return dataclasses.replace(state, draft_cache=cache, last_token=drafts[:, -1])
 
 

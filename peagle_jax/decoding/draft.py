@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from peagle_jax.config import DraftSampling, Method, Verification, looks_up, needs_drafter
 from peagle_jax.decoding import sampling
@@ -24,9 +24,12 @@ from peagle_jax.models.layers import ROW_TILE
 from peagle_jax.models.paged_cache import Cache
 
 # Drafted tokens as target ids; their processed logits, over the draft vocabulary, where a
-# verification by rejection needs them; the drafter's cache.
+# verification by rejection needs them; the drafter's cache; whether it has what was pending.
 Drafted = tuple[
-    Int[Array, "batch drafts"], Float[Array, "batch drafts draft_vocab"] | None, Cache | None
+    Int[Array, "batch drafts"],
+    Float[Array, "batch drafts draft_vocab"] | None,
+    Cache | None,
+    Bool[Array, ""],
 ]
 Picked = tuple[Int[Array, "batch drafts"], Float[Array, "batch drafts draft_vocab"] | None]
 
@@ -49,15 +52,25 @@ class Drafting:
     ) -> Drafted:
         """K tokens for every sequence. `noise` is what the target would choose them with."""
         if not self.num_draft_tokens:
-            return jnp.zeros((state.length.shape[0], 0), jnp.int32), None, state.draft_cache
+            none = jnp.zeros((state.length.shape[0], 0), jnp.int32)
+            return none, None, state.draft_cache, jnp.bool_(False)
         if not looks_up(self.method):
             return self._by_network(state, requests, noise)
         found, shared = look_up(state.history, state.length, self.num_draft_tokens)
         if not needs_drafter(self.method):
-            return found, None, state.draft_cache
-        drafts, logits, cache = self._by_network(state, requests, noise)
-        assert logits is None, "drafts that were looked up are samples of nothing"
-        return jnp.where((shared >= SURE_NGRAM)[:, None], found, drafts), None, cache
+            return found, None, state.draft_cache, jnp.bool_(True)
+        sure = shared >= SURE_NGRAM
+
+        def ask() -> Drafted:
+            drafts, logits, cache, asked = self._by_network(state, requests, noise)
+            assert logits is None, "drafts that were looked up are samples of nothing"
+            return jnp.where(sure[:, None], found, drafts), None, cache, asked
+
+        # Where no sequence needs it the drafter rests, as long as there is room for what it has
+        # not seen.
+        most = state.pending_tokens.shape[1] - (self.num_draft_tokens + 1)
+        rests = jnp.all(state.finished | (sure & (state.pending_count <= most)))
+        return jax.lax.cond(rests, lambda: (found, None, state.draft_cache, jnp.bool_(False)), ask)
 
     def _by_network(
         self, state: DecodeState, requests: RequestArrays, noise: Float[Array, "batch drafts vocab"]
@@ -78,7 +91,7 @@ class Drafting:
         few = max(1, ROW_TILE - (self.num_draft_tokens - 1))
         stream, cache = self._in_few_rows(state, few, self._parallel_pass)
         drafts, logits = self._pick(stream, requests, noise)
-        return drafts, logits, cache
+        return drafts, logits, cache, jnp.bool_(True)
 
     def _in_few_rows(
         self, state: DecodeState, few: int, run: Callable[..., tuple[Array, Cache]]
@@ -140,7 +153,8 @@ class Drafting:
             all_drafts.append(drafts)
             all_logits.append(logits)
         kept = [logits for logits in all_logits if logits is not None]
-        return jnp.concatenate(all_drafts, 1), jnp.concatenate(kept, 1) if kept else None, cache
+        together = jnp.concatenate(kept, 1) if kept else None
+        return jnp.concatenate(all_drafts, 1), together, cache, jnp.bool_(True)
 
     def _first_pass(
         self, state: DecodeState, m: Int[Array, "batch"], most: int

@@ -154,6 +154,7 @@ def prefill(
             clip_to_context(requests, prompt_lengths, speculator, max_new_tokens),
             Verified(first, jnp.ones((batch,), jnp.int32)),
             state.pending_features[:, :1],
+            jnp.bool_(True),
         )
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from peagle_jax.config import (
     DrafterConfig,
@@ -91,7 +91,8 @@ class Speculator:
     def pending_rows(self) -> int:
         """Rows of `DecodeState.pending_tokens`: as many tokens as can be confirmed between two
         drafts, which are K+1 where every step drafts."""
-        return max(self.num_draft_tokens + 1, MOST_PENDING if self.lengths else 0)
+        rests = self.lengths or (self.drafter and looks_up(self.method))
+        return max(self.num_draft_tokens + 1, MOST_PENDING if rests else 0)
 
     def required_capacity(self, prompt_size: int, max_new_tokens: int) -> int:
         """Cache slots that no write of a generation can leave.
@@ -175,7 +176,9 @@ class Speculator:
         positions = state.length[:, None] + 1 + jnp.arange(k + 1)
         noise = sampling.gumbel_noise(requests, positions, self.target.vocab_size)
         with jax.named_scope("draft"):
-            drafts, draft_logits, draft_cache = self.draft(params, state, requests, noise[:, :k], k)
+            drafts, draft_logits, draft_cache, asked = self.draft(
+                params, state, requests, noise[:, :k], k
+            )
         with jax.named_scope("verify"):
             tokens = jnp.concatenate([state.last_token[:, None], drafts], axis=1)
             out = self.networks(params).of_target(
@@ -203,9 +206,7 @@ class Speculator:
             if self.lengths:
                 rates = draft_length.observe(state.rates, stood, k, active)
                 state = dataclasses.replace(state, rates=rates)
-            # Without a draft the drafter has not seen what was pending.
-            append = self.drafts and not k
-            return self.commit(state, requests, verified, out.features, append=append)
+            return self.commit(state, requests, verified, out.features, asked)
 
     def commit(
         self,
@@ -213,15 +214,13 @@ class Speculator:
         requests: RequestArrays,
         verified: Verified,
         features: Float[Array, "batch rows raw"],
-        *,
-        append: bool = False,
+        asked: Bool[Array, ""],
     ) -> DecodeState:
         """Append confirmed tokens, cut at the end of sequence or at max_new_tokens.
 
         `features` are the target's of the verified rows, the first at position
-        `length`; `length` moves on past all but the newest confirmed token. `append`: the one
-        verified row comes behind those that are pending, where there must be room, instead of
-        taking their place.
+        `length`; `length` moves on past all but the newest confirmed token. `asked`: the drafter
+        has seen what was pending; otherwise new rows come behind it, where there must be room.
         """
         rows = verified.tokens.shape[1]
         index = jnp.arange(rows)
@@ -248,28 +247,18 @@ class Speculator:
                 history, verified.tokens, state.length + 1
             )
         last = jnp.take_along_axis(verified.tokens, verified.count[:, None] - 1, axis=1)[:, 0]
-        pending = (verified.tokens, features[..., : state.pending_features.shape[-1]])
-        if append:
-            before = (state.pending_tokens, state.pending_features)
-            pending = jax.tree.map(
-                lambda rows, new: jax.vmap(
-                    lambda r, n, at: jax.lax.dynamic_update_slice_in_dim(r, n, at, 0)
-                )(rows, new, state.pending_count),
-                before,
-                pending,
-            )
-        else:
-            pad = state.pending_tokens.shape[1] - rows
-            pending = jax.tree.map(
-                lambda new: jnp.pad(new, ((0, 0), (0, pad), *[(0, 0)] * (new.ndim - 2))), pending
-            )
+        unseen = jnp.where(asked, 0, state.pending_count)
+        place = jax.vmap(
+            lambda rows, new, at: jax.lax.dynamic_update_slice_in_dim(rows, new, at, 0)
+        )
+        width = state.pending_features.shape[-1]
         moved = dataclasses.replace(
             state,
             length=state.length + verified.count,
             last_token=last,
-            pending_tokens=pending[0],
-            pending_features=pending[1],
-            pending_count=verified.count + (state.pending_count if append else 0),
+            pending_tokens=place(state.pending_tokens, verified.tokens, unseen),
+            pending_features=place(state.pending_features, features[..., :width], unseen),
+            pending_count=verified.count + unseen,
         )
         # A finished row stands still: its scratch writes stay where there is room.
         frozen = ("length", "last_token", "pending_tokens", "pending_features", "pending_count")

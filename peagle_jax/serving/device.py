@@ -196,6 +196,7 @@ def insert(
         requests,
         Verified(first, jnp.ones_like(slots.length)),
         slots.pending_features[:, :1],
+        jnp.bool_(True),
     )
     return dataclasses.replace(
         _slot_state(slots, state),

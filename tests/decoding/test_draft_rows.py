@@ -109,7 +109,7 @@ def test_caches_and_draft_logits_equal_those_from_scratch(method, models) -> Non
     noise = jnp.zeros((len(LENGTHS), K, VOCAB))
     # A verification by rejection asks for the logits: scaled, and with no noise the same drafts.
     asking = dataclasses.replace(speculator, draft_sampling="sample", verification="rejection")
-    draft = jax.jit(asking.draft)
+    draft = jax.jit(asking.draft, static_argnums=4)
     scale = np.array([one.temperature or 1.0 for one in requests])[:, None, None]
 
     guessed: Any = None
@@ -128,7 +128,7 @@ def test_caches_and_draft_logits_equal_those_from_scratch(method, models) -> Non
         assert_same_prefix(state.target_cache, target_cache, n, "target")
         # Before a draft the newest confirmed rows are still to come ...
         assert_same_prefix(state.draft_cache, draft_cache, n - pending, "drafter, before")
-        drafts, draft_logits, after = draft(params, state, table, noise)
+        drafts, draft_logits, after, _ = draft(params, state, table, noise, K)
         # ... and after it none is.
         assert_same_prefix(after, draft_cache, n, "drafter, after")
         np.testing.assert_allclose(draft_logits * scale, logits, atol=2e-5)

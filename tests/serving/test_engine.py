@@ -56,6 +56,7 @@ CASES = {
     "chosen lengths, few pages": Case(
         "p-eagle", 3, 4, page_size=4, num_pages=34, steps=2, lengths=(0, 1, 3)
     ),
+    "with lookup, few pages": Case("p-eagle+lookup", 3, 4, page_size=4, num_pages=34, steps=2),
     # Two widths of tables; parts of several prompts together, filled up to 4.
     "narrow, together": Case(
         "p-eagle", 3, 6, 8, None, 24, 4, programs=Programs(prefill_rows=256, least_width=32)
