@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,8 +108,7 @@ def distill(
     with AnswersWriter(out, _meta(pair, model, params, prompt_params, raw)) as writer:
         missing = [i for i, q in enumerate(questions) if q.id not in writer.ids]
         present = len(questions) - len(missing)
-        for first in range(0, len(missing), BATCHES_A_ROUND * batch_size):
-            turn = missing[first : first + BATCHES_A_ROUND * batch_size]
+        for turn in _turns(missing, encoded, batch_size):
             invented = [i for i in turn if encoded[i] is None]
             asked: dict[int, Asked] = {
                 i: (questions[i].prompt, ids) for i in turn if (ids := encoded[i]) is not None
@@ -136,6 +135,18 @@ def distill(
                 if progress:
                     progress(present + answered, len(questions))
     return Distilled(answered, present, tokens, time.perf_counter() - begin)
+
+
+def _turns(
+    places: Sequence[int], encoded: Sequence[tuple[int, ...] | None], batch_size: int
+) -> Iterator[Sequence[int]]:
+    """Places in the order of their turn: what is asked already in rounds that are sorted by
+    length, what is to be invented a batch at a time, so that little is lost when a run is stopped
+    between a prompt and its answer."""
+    invented = [i for i in places if encoded[i] is None]
+    asked = [i for i in places if encoded[i] is not None]
+    for some, size in ((asked, BATCHES_A_ROUND * batch_size), (invented, batch_size)):
+        yield from (some[first : first + size] for first in range(0, len(some), size))
 
 
 def _invent(

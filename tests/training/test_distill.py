@@ -116,6 +116,34 @@ def test_invented_prompts_differ_and_are_answered(pair, tmp_path) -> None:
     assert seen == [(6, 6)]
 
 
+def test_invented_prompts_are_answered_batch_by_batch(pair, tmp_path, monkeypatch) -> None:
+    """What a stopped run can lose is one batch of prompts."""
+    from peagle_jax.training import distill as module
+
+    events: list[tuple[str, int]] = []
+    invent = module._invent
+
+    def spy(pair, speculator, places, *rest):
+        events.append(("invented", len(places)))
+        return invent(pair, speculator, places, *rest)
+
+    def progress(done: int, total: int) -> None:
+        events.append(("answered", done))
+
+    monkeypatch.setattr(module, "_invent", spy)
+    questions = [*self_prompts(3), *QUESTIONS[:2]]
+    run(
+        pair, tmp_path / "D", questions, SAMPLED, prompt_params=FEW, batch_size=2, progress=progress
+    )
+    assert [event for event in events if event != ("invented", 0)] == [
+        ("answered", 2),
+        ("invented", 2),
+        ("answered", 4),
+        ("invented", 1),
+        ("answered", 5),
+    ]
+
+
 def test_invented_prompts_need_a_template(pair, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(pair.tokenizer, "chat_template", None)
     with pytest.raises(InputError, match="no chat template, expected an instruct model's"):
