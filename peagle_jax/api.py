@@ -184,6 +184,18 @@ def generate(
     return outputs
 
 
+class Piece(str):
+    """Text of an answer as it comes; `channel`: which of an answer in channels, else None."""
+
+    __slots__ = ("channel",)
+    channel: str | None
+
+    def __new__(cls, text: str, channel: str | None = None) -> Piece:
+        piece = super().__new__(cls, text)
+        piece.channel = channel
+        return piece
+
+
 def stream(
     pair: Pair,
     prompt: Prompt,
@@ -195,20 +207,21 @@ def stream(
     verify: Verification = "coupled",
     raw: bool = False,
     name: str = "prompt 0",
-) -> Iterator[str | Output]:
+) -> Iterator[Piece | Output]:
     """Yield pieces of the answer as they are confirmed, then the Output; `name` is what errors
     call the prompt."""
     speculator = make_speculator(pair, method, num_draft_tokens, draft_sampling, verify)
     (batch,) = batching.make_batches(_requests(pair, [prompt], params, raw, [name]), 1)
 
-    def pieces() -> Iterator[str | Output]:
+    def pieces() -> Iterator[Piece | Output]:
         shown = 0
         for visit in runner.visits(pair, speculator, batch, num_steps=1):
             text = visit.streams[0]
             upto = len(text.text) if visit.over else text.safe_length()
-            if upto > shown:
-                yield text.text[shown:upto]
-                shown = upto
+            for channel, end in text.channel_ends():
+                if shown < min(end, upto):
+                    yield Piece(text.text[shown : min(end, upto)], channel)
+                    shown = min(end, upto)
         outputs = visit.outputs()
         warn_if_nothing_accepted(outputs)
         yield outputs[0]

@@ -14,6 +14,7 @@ from jaxtyping import Float
 
 from peagle_jax import step_costs
 from peagle_jax.batching import Batch, Request, make_batches
+from peagle_jax.channels import Part
 from peagle_jax.config import DrafterConfig, ModelConfig
 from peagle_jax.decoding import generate as decode
 from peagle_jax.decoding.speculate import Speculator
@@ -44,14 +45,19 @@ class Pair:
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """One request's answer. finish_reason: "stop" (end of sequence or a stop string) or
-    "length" (max_new_tokens or the end of the context)."""
+    """One request's answer.
+
+    finish_reason: "stop" (end of sequence or a stop string) or "length" (max_new_tokens or the
+      end of the context).
+    parts: the messages of an answer in channels, as gpt-oss writes them; else none.
+    """
 
     text: str
     token_ids: list[int]
     prompt_tokens: int
     finish_reason: str
     stats: GenerationStats
+    parts: tuple[Part, ...] = ()
 
 
 def run_requests(
@@ -102,6 +108,7 @@ def run_whole(pair: Pair, speculator: Speculator, batch: Batch) -> list[Output]:
                 len(request.token_ids),
                 reason,
                 _stats(len(ids), stats, row, seconds, compile_seconds),
+                text.parts,
             )
         )
     return outputs
@@ -190,7 +197,9 @@ class Visit:
                 self.seconds,
                 self.compile_seconds,
             )
-            outputs.append(Output(stream.text, ids, len(request.token_ids), reason, stats))
+            outputs.append(
+                Output(stream.text, ids, len(request.token_ids), reason, stats, stream.parts)
+            )
         return outputs
 
 

@@ -7,12 +7,14 @@ from typing import Any, cast
 
 import numpy as np
 
+from peagle_jax.channels import ChannelTokens, Headers, Part, channel_name
 from peagle_jax.errors import InputError
 from peagle_jax.prompt_lines import check_text
 
 # A string, a chat (list of {"role", "content"}), or token ids.
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int] | Sequence[np.integer] | np.ndarray
 
+_BETWEEN = "\n\n"  # between two messages of an answer in channels
 _UNFINISHED = "\ufffd"  # what a tokenizer decodes half a character to
 
 
@@ -68,6 +70,9 @@ class TextStream:
     Decoding ids one by one loses the spaces and characters that span tokens, so a
     piece is the difference of two decodings that share the few ids before it; half
     a character waits for the rest of it.
+
+    Of an answer in channels (see `channels`) the text is that of its messages, an empty line
+    between two.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
@@ -78,6 +83,9 @@ class TextStream:
         self._read = 0  # ids up to here are in the text
         self.text = ""
         self.stopped = False
+        tokens = ChannelTokens.of(tokenizer)
+        self._headers = Headers(tokens) if tokens else None
+        self._starts: list[tuple[str, int]] = []  # channel, and where its message begins
 
     @property
     def num_ids(self) -> int:
@@ -90,12 +98,51 @@ class TextStream:
             if self.stopped:
                 return
             self._ids.append(token)
-            self._extend(final=False)
+            if self._headers is None:
+                self._extend(final=False)
+            else:
+                self._push_framed(token, self._headers)
 
     def finish(self) -> None:
         """No more ids will come: half characters are given out as they are."""
-        if not self.stopped:
+        if not self.stopped and not (self._headers and self._headers.inside):
             self._extend(final=True)
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The messages so far of an answer in channels; of any other none."""
+        if not self._starts:
+            return ()
+        ends = [start - len(_BETWEEN) for _, start in self._starts[1:]] + [len(self.text)]
+        return tuple(
+            Part(channel, self.text[start : max(start, end)])
+            for (channel, start), end in zip(self._starts, ends, strict=True)
+            if start <= len(self.text)
+        )
+
+    def channel_ends(self) -> list[tuple[str | None, int]]:
+        """Where the text of each channel ends, what separates it from the next included."""
+        if not self._starts:
+            return [(None, len(self.text))]
+        ends = [start for _, start in self._starts[1:]] + [len(self.text)]
+        return [(channel, end) for (channel, _), end in zip(self._starts, ends, strict=True)]
+
+    def _push_framed(self, token: int, headers: Headers) -> None:
+        before = headers.inside
+        begun = headers.push(token)
+        if headers.inside and not before:
+            # The message is over: what is left of its last character will not come.
+            self._ids.pop()
+            self._extend(final=True)
+            self._ids.append(token)
+        if headers.inside or begun is not None:
+            self._anchor = self._read = len(self._ids)
+        if begun is not None:
+            if self.text:
+                self.text += _BETWEEN
+            self._starts.append((channel_name(self._decode(begun)), len(self.text)))
+        elif not headers.inside:
+            self._extend(final=False)
 
     def safe_length(self) -> int:
         """How much of `text` can be shown now: the rest may be the start of a stop string."""

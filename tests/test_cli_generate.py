@@ -9,6 +9,8 @@ import pytest
 
 import peagle_jax
 from peagle_jax import cli
+from peagle_jax.api import Piece
+from peagle_jax.channels import Part
 from peagle_jax.commands.prompts import read_prompts
 from peagle_jax.config import SamplingParams
 from peagle_jax.errors import InputError
@@ -16,7 +18,7 @@ from peagle_jax.metrics import GenerationStats
 from peagle_jax.runner import Output
 
 
-def make_output(text="A sky.", num_drafts=20, accepted=(15, 5)):
+def make_output(text="A sky.", num_drafts=20, accepted=(15, 5), parts=()):
     stats = GenerationStats(
         tokens=3,
         num_drafts=num_drafts,
@@ -25,9 +27,7 @@ def make_output(text="A sky.", num_drafts=20, accepted=(15, 5)):
         seconds=0.25,
         compile_seconds=1.25,
     )
-    return Output(
-        text=text, token_ids=[5, 6, 7], prompt_tokens=4, finish_reason="stop", stats=stats
-    )
+    return Output(text, [5, 6, 7], 4, "stop", stats, parts)
 
 
 class Library:
@@ -50,7 +50,8 @@ class Library:
     def stream(self, pair, prompt, params, **kwargs):
         self.calls.append(("stream", pair, prompt, params, kwargs))
         output = self.outputs.pop(0)
-        yield from output.text.split(" ")
+        for channel, text in [(p.channel, p.text) for p in output.parts] or [(None, output.text)]:
+            yield from (Piece(word, channel) for word in text.split(" "))
         yield output
 
 
@@ -161,6 +162,22 @@ def test_stream_prints_pieces_then_statistics(library, capsys):
     (_, (name, _, prompt, _, kwargs)) = library.calls
     assert (name, prompt) == ("stream", "Why?")
     assert "batch_size" not in kwargs
+
+
+def test_answers_in_channels_are_shown_as_such(library, capsys):
+    parts = (Part("analysis", "Blue light."), Part("final", "It scatters."))
+    library.outputs = [make_output("Blue light.\n\nIt scatters.", parts=parts)] * 3
+    assert cli.main(["generate", "Why?", "--raw"]) == 0
+    shown = capsys.readouterr().out
+    assert shown == "[analysis]\nBlue light.\n[final]\nIt scatters.\n" * 3
+    assert cli.main(["generate", "Why?", "--stream"]) == 0
+    assert capsys.readouterr().out == "[analysis]\nBluelight.[final]\nItscatters.\n"
+    assert cli.main(["generate", "Why?", "--json"]) == 0
+    first = json.loads(capsys.readouterr().out.splitlines()[0])
+    assert first["parts"] == [
+        {"channel": "analysis", "text": "Blue light."},
+        {"channel": "final", "text": "It scatters."},
+    ]
 
 
 class Terminal(io.StringIO):

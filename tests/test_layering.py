@@ -24,6 +24,7 @@ FLOORS = (
     "sharding",
     "compile_cache",
     "prompt_lines",
+    "channels",
     "text",
     "models",
     "convert",

@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
+from peagle_jax.channels import Part
 from peagle_jax.errors import InputError
 from peagle_jax.text import TextStream, encode_prompt
 from peagle_jax.tokenizer import load_tokenizer
@@ -251,3 +254,72 @@ def test_stops_where_a_search_of_the_whole_text_stops(text, stop) -> None:
     else:
         assert shown == text[: min(text.find(s) for s in stop if s in text[:done])]
         assert stream.num_ids == done
+
+
+# --- answers in channels -------------------------------------------------------------
+
+WORDS = ["analysis", "final", "assistant", "We", "add", "Four", "!", "to=f", "commentary", "x"]
+FRAMES = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>"]
+
+
+@pytest.fixture(scope="module")
+def harmony() -> Any:
+    vocabulary = {word: i for i, word in enumerate(["<unk>", *WORDS])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.add_special_tokens(FRAMES)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+
+
+def framed(tokenizer, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+ANSWER = (
+    "<|channel|> analysis <|message|> We add <|end|> <|start|> assistant "
+    "<|channel|> commentary to=f <|message|> x <|call|> <|start|> assistant "
+    "<|channel|> final <|message|> Four ! <|return|>"
+)
+
+
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_channels_are_told_apart(harmony, size) -> None:
+    ids = framed(harmony, ANSWER)
+    stream = TextStream(harmony)
+    for first in range(0, len(ids), size):
+        stream.push(ids[first : first + size])
+    stream.finish()
+    assert stream.parts == (
+        Part("analysis", "We add"),
+        Part("commentary", "x"),
+        Part("final", "Four !"),
+    )
+    assert stream.text == "We add\n\nx\n\nFour !"
+    assert stream.num_ids == len(ids)
+    assert stream.channel_ends() == [("analysis", 8), ("commentary", 11), ("final", 17)]
+
+
+def test_an_answer_that_was_cut_in_a_header(harmony) -> None:
+    stream = TextStream(harmony)
+    stream.push(framed(harmony, "<|channel|> analysis <|message|> We <|end|> <|start|> assistant"))
+    stream.finish()
+    assert stream.parts == (Part("analysis", "We"),)
+    assert stream.text == "We"
+
+
+def test_a_stop_string_ends_a_part(harmony) -> None:
+    stream = TextStream(harmony, ["Four"])
+    stream.push(framed(harmony, ANSWER))
+    assert stream.stopped
+    assert stream.parts[0] == Part("analysis", "We add")
+    assert stream.parts[-1] == Part("final", "")
+
+
+def test_other_tokenizers_have_no_channels(harmony) -> None:
+    plain = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({"<unk>": 0, "a": 1}, unk_token="<unk>"))
+    )
+    stream = TextStream(plain)
+    stream.push([1])
+    assert stream.parts == ()
+    assert stream.channel_ends() == [(None, 1)]

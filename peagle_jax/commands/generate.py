@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import sys
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from peagle_jax.errors import InputError
 from peagle_jax.prompt_lines import check_text
 
 if TYPE_CHECKING:
+    from peagle_jax.api import Piece
     from peagle_jax.runner import Output
 
 HELP = "generate text with speculative decoding"
@@ -107,7 +109,10 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             print(json.dumps(as_json(output), ensure_ascii=False))
         else:
-            print(output.text, flush=True)
+            for part in output.parts:
+                print(f"[{part.channel}]\n{part.text}", flush=True)
+            if not output.parts:
+                print(output.text, flush=True)
             _print_statistics(output)
     return 0
 
@@ -115,8 +120,10 @@ def run(args: argparse.Namespace) -> int:
 def as_json(output: Output) -> dict[str, Any]:
     """What `--json` prints for one prompt, in plain Python values."""
     stats = output.stats
+    parts = [dataclasses.asdict(part) for part in output.parts]
     return {
         "text": output.text,
+        **({"parts": parts} if parts else {}),
         "token_ids": output.token_ids,
         "prompt_tokens": output.prompt_tokens,
         "finish_reason": output.finish_reason,
@@ -134,10 +141,14 @@ def _print_statistics(output: Output) -> None:
     print(output.stats.line(), file=sys.stderr, flush=True)
 
 
-def _print_stream(pieces: Iterator[str | Output]) -> None:
+def _print_stream(pieces: Iterator[Piece | Output]) -> None:
     """Prints text as it comes, then the statistics of the output that ends the stream."""
+    channel = None
     for piece in pieces:
         if isinstance(piece, str):
+            if piece.channel != channel:
+                channel = piece.channel
+                print(f"[{channel}]")
             print(piece, end="", flush=True)
         else:
             print(flush=True)
