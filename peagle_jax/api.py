@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from peagle_jax import batching, compile_cache, runner
 from peagle_jax.batching import Request
@@ -24,6 +26,7 @@ from peagle_jax.config import (
     needs_drafter,
     network_method,
 )
+from peagle_jax.decoding import placement
 from peagle_jax.decoding.speculate import Speculator
 from peagle_jax.errors import InputError
 from peagle_jax.runner import Output, Pair
@@ -44,6 +47,7 @@ def load(
     *,
     dtype: str | None = None,
     tokenizer: str | None = None,
+    mesh: Mesh | None = None,
 ) -> Pair:
     """Load a target and its drafter.
 
@@ -54,6 +58,8 @@ def load(
         drafter that ships with an alias, and none for anything else.
       dtype: "float32" or "bfloat16"; by default float32 on CPU, bfloat16 elsewhere.
       tokenizer: where to take it from, if not from the target.
+      mesh: where the parameters go (`sharding.make_inference_mesh`), each device being sent its
+        part alone as it is read; None = the default device.
 
     Raises:
       InputError: anything wrong with the files, or a drafter for another target.
@@ -69,12 +75,16 @@ def load(
         drafter = target if target in SHIPPED_DRAFTERS else None
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         words = pool.submit(load_tokenizer, tokenizer or target)
-        config, params = checkpoint.load_target(target, dtype=dtype)
+        split = whole = None
+        if mesh is not None:
+            split = functools.partial(placement.target_shardings, mesh=mesh)
+            whole = functools.partial(placement.drafter_sharding, mesh=mesh)
+        config, params = checkpoint.load_target(target, dtype, split)
         trees = {"target": params}
         drafter_config = None
         if drafter is not None:
             drafter_config, trees["drafter"] = checkpoint.load_drafter(
-                drafter, target_config=config, dtype=dtype
+                drafter, target_config=config, dtype=dtype, sharding=whole
             )
         return Pair(config, drafter_config, trees, words.result(), dtype)
 

@@ -12,11 +12,7 @@ from importlib import metadata
 from typing import Any, NoReturn, TextIO
 
 from peagle_jax.commands import COMMANDS
-from peagle_jax.errors import InputError
-
-EXIT_BAD_INPUT = 2
-EXIT_INTERRUPTED = 128 + 2  # SIGINT, as shells report it
-EXIT_BROKEN_PIPE = 128 + 13  # SIGPIPE
+from peagle_jax.errors import EXIT_BAD_INPUT, InputError, exit_code
 
 
 class _Version(argparse.Action):
@@ -79,16 +75,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         warnings.showwarning = _show_warning
         try:
             return _run(argv)
-        except BrokenPipeError:
+        except BrokenPipeError as error:
             # Python flushes stdout once more at exit; that one must find somewhere to write.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return EXIT_BROKEN_PIPE
+            return exit_code(error)
         except (InputError, OSError) as error:
             print(f"peagle: error: {_one_line(error)}", file=sys.stderr)
-            return EXIT_BAD_INPUT
-        except KeyboardInterrupt:
+            return exit_code(error)
+        except KeyboardInterrupt as error:
             print("peagle: interrupted", file=sys.stderr)
-            return EXIT_INTERRUPTED
+            return exit_code(error)
 
 
 def _run(argv: Sequence[str] | None) -> int:

@@ -21,6 +21,8 @@ FLOORS = (
     "durable_lines",
     "config",
     "metrics",
+    "mesh_shape",
+    "hosts",
     "sharding",
     "compile_cache",
     "prompt_lines",

@@ -15,6 +15,8 @@ from typing import Any
 from peagle_jax.commands.options import (
     add_drafter,
     add_drafting,
+    add_hosts,
+    add_mesh,
     add_model,
     add_raw,
     add_sampling,
@@ -24,6 +26,8 @@ from peagle_jax.commands.options import (
 from peagle_jax.commands.progress import progress_bar
 from peagle_jax.config import SamplingParams, check_num_draft_tokens, needs_drafter
 from peagle_jax.errors import InputError
+from peagle_jax.hosts import Host, Joining
+from peagle_jax.mesh_shape import ONE_DEVICE, MeshShape
 
 HELP = "answer files of requests, many at a time"
 EXIT_BAD_LINES = 3
@@ -72,6 +76,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_drafter(models)
     add_drafting(parser.add_argument_group("drafting"))
 
+    devices = parser.add_argument_group("devices")
+    add_mesh(devices)
+    add_hosts(devices)
+
     engine = parser.add_argument_group("engine")
     engine.add_argument(
         "--slots", type=int, default=16, metavar="N", help="requests at a time (%(default)s)"
@@ -107,20 +115,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Answers what is missing. Files and options are checked before a model is loaded."""
-    from peagle_jax.serving.errors_file import ErrorsFile, errors_path
-    from peagle_jax.serving.input_lines import Shard, find_inputs, read_lines
+    mesh = MeshShape.parse(args.mesh) if args.mesh is not None else None
+    joining = Joining(args.coordinator, args.num_processes, args.process_id, args.distributed)
+    with _ended_by_sigterm(), joining.joined() as host:
+        return _answer(args, host, mesh)
+
+
+def _answer(args: argparse.Namespace, host: Host, whole: MeshShape | None) -> int:
+    from peagle_jax.serving.errors_file import ErrorsFile
+    from peagle_jax.serving.input_lines import STDIN, Shard, find_inputs, read_lines
     from peagle_jax.serving.requests_file import read_requests
-    from peagle_jax.serving.results_file import ResultsFile, settings_path
+    from peagle_jax.serving.results_file import ResultsFile
+    from peagle_jax.serving.run_files import run_files
 
     params = sampling_params(args, tuple(args.stop))
     if args.num_draft_tokens != "auto":
         check_num_draft_tokens(args.num_draft_tokens)
     cache_bytes, shard = parse_bytes(args.cache_memory), Shard.parse(args.shard)
-    errors_file = args.errors or errors_path(args.output)
-    own = (args.output, settings_path(args.output), errors_file)
-    if len({path.resolve() for path in own}) < len(own):
-        raise InputError(f"--errors: found {errors_file}, expected another file than --output's")
-    files = find_inputs(args.input, exclude=own)
+    shard = shard.part(host.index, host.count)
+    own = run_files(args.output, args.errors, host)
+    files = find_inputs(args.input, exclude=own.every)
+    if host.count > 1 and STDIN in files:
+        raise InputError("--input: found -, expected files, of which each process reads its part")
 
     import jax
 
@@ -129,10 +145,18 @@ def run(args: argparse.Namespace) -> int:
     from peagle_jax.serving.engine import PagedEngine, make_shape
     from peagle_jax.serving.scheduler import Policy
 
-    with _ended_by_sigterm(), ResultsFile(args.output, _settings(args, params)) as results:
-        errors = ErrorsFile(errors_file)
+    share, mesh = _own_mesh(host, whole)
+    num_groups = host.count if whole is None else whole.data
+    if args.slots % num_groups:
+        raise InputError(
+            f"--slots: found {args.slots}, expected a multiple of {num_groups}, the groups of "
+            "devices that have requests of their own"
+        )
+    settings = _settings(args, params, f"{shard.index}/{shard.count}")
+    with ResultsFile(own.output, settings) as results:
+        errors = ErrorsFile(own.errors)
         drafter = args.drafter if needs_drafter(args.method) else None
-        pair = api.load(target=args.model, drafter=drafter, dtype=args.dtype)
+        pair = api.load(target=args.model, drafter=drafter, dtype=args.dtype, mesh=mesh)
         speculator = api.make_speculator(
             pair, args.method, args.num_draft_tokens, args.draft_sampling, args.verify
         )
@@ -141,13 +165,14 @@ def run(args: argparse.Namespace) -> int:
             page_size = _DEFAULT_PAGE_SIZE.get(jax.default_backend(), 32)
         shape = make_shape(
             speculator,
-            num_slots=args.slots,
+            num_slots=args.slots // num_groups * share.data,
             page_size=page_size,
             context=_context(args, pair.target.max_positions),
             num_pages=args.pages,
             cache_bytes=cache_bytes,
+            mesh=share,
         )
-        engine = PagedEngine(speculator, pair.params, shape, executables=pair.compiled)
+        engine = PagedEngine(speculator, pair.params, shape, mesh=mesh, executables=pair.compiled)
         engine.measure_step_costs(Policy().steps_a_visit)
         batch = BatchRun(
             engine,
@@ -171,9 +196,21 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(report.to_json()))
     print("\n".join(report.lines()), file=sys.stderr)
     if errors.count:
-        print(f"bad lines    {errors_file}", file=sys.stderr)
+        print(f"bad lines    {own.errors}", file=sys.stderr)
         return EXIT_BAD_LINES
     return 0
+
+
+def _own_mesh(host: Host, whole: MeshShape | None) -> tuple[MeshShape, Any]:
+    """This process's part of the mesh, its shape and itself; None = the default device."""
+    import jax
+
+    from peagle_jax.sharding import make_inference_mesh
+
+    if whole is None:
+        return ONE_DEVICE, None
+    share = host.share(whole, jax.local_device_count(), jax.device_count())
+    return share, make_inference_mesh(share, jax.local_devices())
 
 
 def parse_bytes(text: str) -> int:
@@ -192,13 +229,13 @@ def _context(args: argparse.Namespace, most: int) -> int:
     return args.context if args.context is not None else min(_DEFAULT_CONTEXT, most)
 
 
-def _settings(args: argparse.Namespace, params: SamplingParams) -> dict[str, Any]:
+def _settings(args: argparse.Namespace, params: SamplingParams, shard: str) -> dict[str, Any]:
     """What results depend on: a run that goes on with an output must have the same."""
     from peagle_jax import api
 
     return {
         "input": args.input,
-        "shard": args.shard,
+        "shard": shard,
         "ordered": args.ordered,
         "raw": args.raw,
         "model": args.model,

@@ -68,6 +68,28 @@ def add_drafting(options: Options) -> None:
     )
 
 
+def add_mesh(options: Options) -> None:
+    """`--mesh`."""
+    options.add_argument(
+        "--mesh",
+        metavar="AXES",
+        help="devices a mesh axis, as in data=2,model=4: groups with requests of their own, and "
+        "devices that share the weights; also expert (one device)",
+    )
+
+
+def add_hosts(options: Options) -> None:
+    """`--coordinator`, `--num-processes`, `--process-id` and `--distributed`."""
+    options.add_argument(
+        "--distributed",
+        action="store_true",
+        help="one of several processes, which JAX finds: TPU slices, Slurm, MPI",
+    )
+    options.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 of several is")
+    options.add_argument("--num-processes", type=int, metavar="N", help="how many there are")
+    options.add_argument("--process-id", type=int, metavar="I", help="which one this is, from 0")
+
+
 def add_stop(options: Options) -> None:
     """`--stop`."""
     options.add_argument(

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
+import numpy as np
 
 from peagle_jax.config import DrafterConfig, ModelConfig
 from peagle_jax.convert import layouts
@@ -20,8 +21,8 @@ __all__ = ["Inspection", "convert", "inspect", "load_drafter", "load_target"]
 
 Params = dict[str, Any]
 # One sharding for all, a tree of them like the parameters, or a function from the
-# abstract parameters to such a tree.
-Shardings = jax.sharding.Sharding | Mapping[str, Any] | Callable[[Any], Any]
+# configuration and the abstract parameters to either.
+Shardings = jax.sharding.Sharding | Mapping[str, Any] | Callable[[Any, Any], Any]
 
 
 _MAX_THREADS = 8  # a host copy of a tensor each, until it is on the device
@@ -77,12 +78,12 @@ def load_drafter(
 
 def to_device(opened: Checkpoint, sharding: Shardings | None = None) -> Params:
     """Reads an opened checkpoint's parameters into JAX arrays, a few tensors at a time."""
-    placed = resolve_shardings(sharding, abstract_tree(opened)) if sharding is not None else {}
+    placed = resolve_shardings(sharding, opened) if sharding is not None else {}
 
     def load(path: str, tensor: LazyTensor) -> jax.Array:
         if path not in placed:
             return jax.device_put(tensor.part())
-        return jax.make_array_from_callback(tensor.shape, placed[path], tensor.part)
+        return jax.make_array_from_callback(tensor.shape, placed[path], _read_once(tensor))
 
     # Dequantising and first-touch page faults are the cost: both go on beside each other.
     with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
@@ -97,8 +98,26 @@ def abstract_tree(opened: Checkpoint) -> Params:
     )
 
 
-def resolve_shardings(sharding: Shardings, abstract: Params) -> dict[str, Any]:
+def resolve_shardings(sharding: Shardings, opened: Checkpoint) -> dict[str, Any]:
     """Dotted parameter path -> Sharding."""
+    if callable(sharding):
+        sharding = sharding(opened.config, abstract_tree(opened))
     if isinstance(sharding, jax.sharding.Sharding):
-        return dict.fromkeys(layouts.flatten(abstract), sharding)
-    return layouts.flatten(sharding(abstract) if callable(sharding) else sharding)
+        return dict.fromkeys(opened.tensors, sharding)
+    assert isinstance(sharding, Mapping)
+    return layouts.flatten(sharding)
+
+
+def _read_once(tensor: LazyTensor) -> Callable[[tuple[slice, ...]], np.ndarray]:
+    """Boxes of a tensor, of whose rows none is read, and dequantised, twice: what is cut along
+    another axis, or goes to several devices, is cut from the same rows."""
+    held: dict[Any, np.ndarray] = {}
+
+    def part(index: tuple[slice, ...]) -> np.ndarray:
+        rows, *inner = index
+        key = rows.indices(tensor.shape[0])
+        if key not in held:
+            held[key] = tensor.part((rows,))
+        return held[key][:, *inner]
+
+    return part

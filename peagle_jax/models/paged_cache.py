@@ -13,12 +13,14 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.cache_write import write_cache_paged
 from pallas_kernels.verify_attention import verify_attention_paged
 from peagle_jax.config import BlockConfig
 from peagle_jax.models.cache import KVCache
+from peagle_jax.sharding import per_device
 
 
 @struct.dataclass
@@ -31,10 +33,14 @@ class LayerPages:
 
 @struct.dataclass
 class PagedLayerCache:
-    """One layer's pages, and which of them hold the sequences of a call."""
+    """One layer's pages, and which of them hold the sequences of a call.
+
+    split_over: the mesh axis over which heads lie apart; None = every device has all of them.
+    """
 
     pages: LayerPages
     table: Int[Array, "batch pages_per_sequence"]
+    split_over: str | None = struct.field(pytree_node=False, default=None)
 
     @property
     def capacity(self) -> int:
@@ -59,24 +65,35 @@ class PagedLayerCache:
         written before they are read.
         """
         del counts
-        keys, values = write_cache_paged(
-            self.pages.keys, self.pages.values, k, v, self.table, start
+
+        def run(
+            q: Array, k: Array, v: Array, old: LayerPages, table: Array, start: Array, sinks: Any
+        ) -> tuple[Array, LayerPages]:
+            keys, values = write_cache_paged(old.keys, old.values, k, v, table, start)
+            out = verify_attention_paged(q, keys, values, table, start, window=window, sinks=sinks)
+            return out, LayerPages(keys, values)
+
+        axis, whole = self.split_over, PartitionSpec()
+        rows, pages = PartitionSpec(None, None, axis), PartitionSpec(None, axis)
+        run_split = per_device(
+            run, (rows, rows, rows, pages, whole, whole, PartitionSpec(axis)), (rows, pages)
         )
-        out = verify_attention_paged(q, keys, values, self.table, start, window=window, sinks=sinks)
-        return out, dataclasses.replace(self, pages=LayerPages(keys, values))
+        out, new = run_split(q, k, v, self.pages, self.table, start, sinks)
+        return out, dataclasses.replace(self, pages=new)
 
 
 @struct.dataclass
 class PagedKVCache:
-    """A network's pages, and one table for all its layers."""
+    """A network's pages, and one table for all its layers; `split_over` as there."""
 
     pages: tuple[LayerPages, ...]
     table: Int[Array, "batch pages_per_sequence"]
+    split_over: str | None = struct.field(pytree_node=False, default=None)
 
     @property
     def layers(self) -> tuple[PagedLayerCache, ...]:
         """The cache a layer."""
-        return tuple(PagedLayerCache(pages, self.table) for pages in self.pages)
+        return tuple(PagedLayerCache(pages, self.table, self.split_over) for pages in self.pages)
 
     def with_layers(self, layers: Sequence[PagedLayerCache]) -> PagedKVCache:
         """The cache of these layers, which have this table."""

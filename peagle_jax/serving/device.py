@@ -1,5 +1,7 @@
 """What an engine computes on the device: prefill, insert, step and free, pure functions.
 
+Over a mesh these are one data group's; programs.py makes programs of them.
+
 Every slot has a row in `SlotState`. A slot that does not decode is a finished row: the step
 leaves it as it is and writes its rows wherever its table points, which is the null page.
 """
@@ -25,6 +27,7 @@ from peagle_jax.decoding.verify import Verified
 from peagle_jax.models.cache import KVCache
 from peagle_jax.models.paged_cache import LayerPages, PagedKVCache, init_pages
 from peagle_jax.serving.engine_protocol import StepResults
+from peagle_jax.sharding import MODEL
 
 
 @struct.dataclass
@@ -148,7 +151,7 @@ def prefill(
     params: Params, pools: Pools, slots: SlotState, chunks: ChunkArrays, *, speculator: Speculator
 ) -> tuple[Pools, SlotState]:
     """Parts of prompts through both networks."""
-    target = PagedKVCache(pools.target, chunks.tables)
+    target = PagedKVCache(pools.target, chunks.tables, MODEL)
     drafter = PagedKVCache(pools.drafter, chunks.tables)
     out, drafted = speculator.prefill_chunk(
         params, target, drafter, chunks.tokens, chunks.following, chunks.start, chunks.counts
@@ -222,7 +225,7 @@ def step(
     """
     state = _decode_state(
         slots,
-        PagedKVCache(pools.target, tables),
+        PagedKVCache(pools.target, tables, MODEL),
         PagedKVCache(pools.drafter, tables) if speculator.drafts else None,
         1 + num_steps * (speculator.num_draft_tokens + 1),
         speculator.num_draft_tokens,
@@ -304,15 +307,3 @@ def _slot_state(slots: SlotState, state: DecodeState) -> SlotState:
 
 def _pools(target: Any, drafter: Any) -> Pools:
     return Pools(target.pages, drafter.pages if drafter is not None else ())
-
-
-jit_init = jax.jit(
-    init, static_argnames=("speculator", "num_slots", "num_pages", "page_size", "context")
-)
-# Pages are written in place: without donation every call would copy them.
-jit_prefill = jax.jit(prefill, static_argnames="speculator", donate_argnames=("pools", "slots"))
-jit_insert = jax.jit(insert, static_argnames="speculator", donate_argnames="slots")
-jit_step = jax.jit(
-    step, static_argnames=("speculator", "num_steps"), donate_argnames=("pools", "slots")
-)
-jit_free = jax.jit(free, donate_argnames="slots")

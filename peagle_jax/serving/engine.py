@@ -1,4 +1,4 @@
-"""The engine: slots over a paged cache on one device.
+"""The engine: slots over a paged cache on one device, or on the data groups of a mesh.
 
 A few compiled programs of fixed shapes do everything. Calls are dispatched and return; the
 results of steps are copied to the host while the device goes on, and `fetch` waits for them.
@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Float, Int
 
 from peagle_jax import step_costs
@@ -24,9 +25,10 @@ from peagle_jax.decoding.sampling import RequestArrays
 from peagle_jax.decoding.speculate import Speculator
 from peagle_jax.decoding.state import Params
 from peagle_jax.errors import InputError
+from peagle_jax.mesh_shape import ONE_DEVICE, MeshShape
 from peagle_jax.models.paged_cache import bytes_a_position
 from peagle_jax.runner import compiled
-from peagle_jax.serving import device
+from peagle_jax.serving import device, programs
 from peagle_jax.serving.device import ChunkArrays, InsertionArrays
 from peagle_jax.serving.engine_protocol import (
     EngineShape,
@@ -35,10 +37,11 @@ from peagle_jax.serving.engine_protocol import (
     StepResults,
 )
 from peagle_jax.serving.pages import NULL_PAGE
+from peagle_jax.sharding import DATA
 
 
 @dataclasses.dataclass(frozen=True)
-class Programs:
+class ProgramSizes:
     """Which shapes are compiled.
 
     prefill_rows: parts of prompts are computed together up to so many rows.
@@ -51,7 +54,7 @@ class Programs:
     least_width: int | None
 
     @classmethod
-    def for_backend(cls) -> Programs:
+    def for_backend(cls) -> ProgramSizes:
         """On CPU rows cost the same alone and together, and pages are gathered."""
         if jax.default_backend() == "cpu":
             return cls(prefill_rows=1, least_width=256)
@@ -59,7 +62,7 @@ class Programs:
 
 
 class PagedEngine:
-    """An `engine_protocol.Engine` on the default device.
+    """An `engine_protocol.Engine`.
 
     Attributes:
         shape: fixed sizes.
@@ -73,11 +76,16 @@ class PagedEngine:
         params: Params,
         shape: EngineShape,
         *,
-        programs: Programs | None = None,
+        mesh: Mesh | None = None,
+        sizes: ProgramSizes | None = None,
         executables: dict[Any, Any] | None = None,
     ) -> None:
-        """`executables`: where compiled programs are kept and looked for, such as
-        `Pair.compiled`; engines of one shape can share them.
+        """Args:
+            mesh: of `sharding.make_inference_mesh`; the parameters lie on it as
+                `decoding.placement` says, and the shape's groups are its `data`. None = the
+                default device.
+            executables: where compiled programs are kept and looked for, such as
+                `Pair.compiled`; engines of one shape can share them.
 
         Raises InputError where the target's context is shorter than the shape's.
         """
@@ -86,31 +94,32 @@ class PagedEngine:
                 f"context: found {shape.context}, expected at most "
                 f"{speculator.target.max_positions}, the target's"
             )
-        if shape.num_groups != 1 or shape.num_draft_tokens != speculator.num_draft_tokens:
-            raise ValueError(f"{shape} is for other engines than one of {speculator}")
+        groups = 1 if mesh is None else mesh.shape[DATA]
+        if (shape.num_groups, shape.num_draft_tokens) != (groups, speculator.num_draft_tokens):
+            raise ValueError(f"{shape} is for other engines than one of {speculator} on {mesh}")
         self.shape = shape
         self.compile_seconds = self.wait_seconds = 0.0
-        self._speculator, self._params = speculator, params
-        self._programs = programs or Programs.for_backend()
+        self._speculator, self._params, self._mesh = speculator, params, mesh
+        self._sizes = sizes or ProgramSizes.for_backend()
         self._executables = {} if executables is None else executables
-        self._pools, self._slots = device.jit_init(
-            speculator, shape.num_slots, shape.num_pages, shape.page_size, shape.context
-        )
+        self._pools, self._slots = programs.init(speculator, shape, mesh)
 
     # --- the protocol -------------------------------------------------------------
 
     def prefill(self, chunks: Sequence[PrefillChunk]) -> None:
         """Computes parts of prompts, of different slots."""
-        alike: dict[int, list[PrefillChunk]] = {}
+        groups, slots = range(self.shape.num_groups), self.shape.slots_a_group
+        alike: dict[int, list[list[PrefillChunk]]] = {}
         for chunk in chunks:
-            alike.setdefault(prompt_bucket(len(chunk.tokens)), []).append(chunk)
-        for rows, group in alike.items():
-            most = max(1, self._programs.prefill_rows // rows)
-            while group:
+            lists = alike.setdefault(prompt_bucket(len(chunk.tokens)), [[] for _ in groups])
+            lists[chunk.slot // slots].append(chunk)
+        for rows, lists in alike.items():
+            most = max(1, self._sizes.prefill_rows // rows)
+            while longest := max(map(len, lists)):
                 # Two sizes of batches are compiled, the largest and one.
-                size = most if len(group) > most // 2 else 1
-                self._prefill(group[:size], size, rows)
-                group = group[size:]
+                size = most if longest > most // 2 else 1
+                self._prefill([of_group[:size] for of_group in lists], size, rows)
+                lists = [of_group[size:] for of_group in lists]
 
     def insert(self, insertions: Sequence[Insertion]) -> None:
         """Draws the first token of prefilled sequences and lets them decode."""
@@ -134,9 +143,9 @@ class PagedEngine:
             for name, column in columns.items():
                 column[one.slot] = values[name]
         new = InsertionArrays(mask, length, RequestArrays(**columns))
-        self._slots = self._run(
+        (self._slots,) = self._run(
             ("insert",),
-            device.jit_insert,
+            device.insert,
             (self._params, self._slots, new),
             speculator=self._speculator,
         )
@@ -151,7 +160,7 @@ class PagedEngine:
         width = self._width(held * size + past, self.shape.pages_a_slot)
         self._pools, self._slots, packed = self._run(
             ("step", num_steps, width),
-            device.jit_step,
+            device.step,
             (self._params, self._pools, self._slots, np.ascontiguousarray(tables[:, :width])),
             speculator=self._speculator,
             num_steps=num_steps,
@@ -170,7 +179,7 @@ class PagedEngine:
         """These slots no longer have a sequence."""
         mask = self._column(bool)
         mask[list(slots)] = True
-        self._slots = self._run(("free",), device.jit_free, (self._slots, mask))
+        (self._slots,) = self._run(("free",), device.free, (self._slots, mask))
 
     def measure_step_costs(self, num_steps: int) -> None:
         """Lets steps choose their draft length by what each costs here, measured or remembered;
@@ -207,22 +216,29 @@ class PagedEngine:
 
     # --- calls of programs --------------------------------------------------------
 
-    def _prefill(self, chunks: Sequence[PrefillChunk], size: int, rows: int) -> None:
+    def _prefill(self, groups: Sequence[Sequence[PrefillChunk]], size: int, rows: int) -> None:
+        """At most `size` parts of every group, of at most `rows` tokens."""
         page_size, most = self.shape.page_size, self.shape.pages_a_slot
-        stop = max(chunk.start for chunk in chunks) + rows
+        slots, total = self.shape.slots_a_group, size * len(groups)
+        placed = [
+            (group * size + row, chunk)
+            for group, chunks in enumerate(groups)
+            for row, chunk in enumerate(chunks)
+        ]
+        stop = max(chunk.start for _, chunk in placed) + rows
         # Padding may reach past the table that a slot has.
         width = self._width(stop, most - (-rows // page_size))
         arrays: dict[str, Any] = {
-            "slot": np.full(size, self.shape.num_slots, np.int32),
-            "tokens": np.zeros((size, rows), np.int32),
-            "following": np.zeros((size, rows), np.int32),
-            "start": np.zeros(size, np.int32),
-            "counts": np.zeros(size, np.int32),
-            "tables": np.full((size, width), NULL_PAGE, np.int32),
+            "slot": np.full(total, slots, np.int32),
+            "tokens": np.zeros((total, rows), np.int32),
+            "following": np.zeros((total, rows), np.int32),
+            "start": np.zeros(total, np.int32),
+            "counts": np.zeros(total, np.int32),
+            "tables": np.full((total, width), NULL_PAGE, np.int32),
         }
-        for row, chunk in enumerate(chunks):
+        for row, chunk in placed:
             count = len(chunk.tokens)
-            arrays["slot"][row], arrays["start"][row] = chunk.slot, chunk.start
+            arrays["slot"][row], arrays["start"][row] = chunk.slot % slots, chunk.start
             arrays["counts"][row] = count
             arrays["tokens"][row, :count] = chunk.tokens
             arrays["following"][row, : count - 1] = chunk.tokens[1:]
@@ -232,7 +248,7 @@ class PagedEngine:
             arrays["tables"][row, : len(pages)] = pages
         self._pools, self._slots = self._run(
             ("prefill", size, rows, width),
-            device.jit_prefill,
+            device.prefill,
             (self._params, self._pools, self._slots, ChunkArrays(**arrays)),
             speculator=self._speculator,
         )
@@ -243,15 +259,15 @@ class PagedEngine:
         """Calls the program of `key`, which fixes all shapes, and compiles it if need be."""
         program, seconds = compiled(
             self._executables,
-            (*key, self._speculator, self.shape),
-            lambda: function.lower(*args, **static),
+            (*key, self._speculator, self.shape, self._mesh),
+            lambda: programs.lower(function, self._mesh, args, **static),
         )
         self.compile_seconds += seconds
         return program(*args)
 
     def _width(self, positions: int, most: int) -> int:
         """Pages of a table that has room for so many positions, `most` at most."""
-        least = self._programs.least_width
+        least = self._sizes.least_width
         if least is None:
             return most
         width = -(-least // self.shape.page_size)
@@ -271,11 +287,13 @@ def make_shape(
     context: int,
     num_pages: int | None,
     cache_bytes: int,
+    mesh: MeshShape = ONE_DEVICE,
 ) -> EngineShape:
     """An engine's sizes, checked.
 
-    num_pages: pages that hold tokens. None = as many as `cache_bytes` have room for, and no more
-    than all slots can use.
+    num_slots: over all data groups of the mesh.
+    num_pages: pages of each group that hold tokens. None = as many as each device has room for
+        in `cache_bytes`, and no more than a group's slots can use.
 
     Raises InputError for sizes that make no engine, or have no room for one whole context.
     """
@@ -290,18 +308,23 @@ def make_shape(
             raise InputError(f"{name}: found {found}, expected {least} or more")
     if context > limit:
         raise InputError(f"context: found {context}, expected at most {limit}, the target's")
+    if num_slots % mesh.data:
+        raise InputError(
+            f"slots: found {num_slots}, expected a multiple of {mesh.data}, the mesh's data groups"
+        )
     draft = EngineShape(
         num_slots,
         2,
         page_size,
         context,
         speculator.num_draft_tokens,
-        pending_rows=speculator.pending_rows,
+        mesh.data,
+        speculator.pending_rows,
     )
     whole = -(-(context + draft.scratch_rows) // page_size)
-    a_page = page_bytes(speculator, page_size)
+    a_page = page_bytes(speculator, page_size, mesh.model)
     if num_pages is None:
-        num_pages = min(cache_bytes // a_page, num_slots * draft.pages_a_slot)
+        num_pages = min(cache_bytes // a_page, draft.slots_a_group * draft.pages_a_slot)
         if num_pages < whole:
             raise InputError(
                 f"cache memory: found {cache_bytes} bytes, expected at least {whole * a_page}, "
@@ -315,9 +338,10 @@ def make_shape(
     return dataclasses.replace(draft, num_pages=num_pages + 1)
 
 
-def page_bytes(speculator: Speculator, page_size: int) -> int:
-    """Bytes of one page in both networks' caches."""
-    blocks = [speculator.target.block]
+def page_bytes(speculator: Speculator, page_size: int, split: int = 1) -> int:
+    """Bytes that one page of both networks' caches takes on a device, of `split` that share the
+    target's heads."""
+    total = bytes_a_position(speculator.target.block, speculator.dtype) // split
     if speculator.drafter:
-        blocks.append(speculator.drafter.block)
-    return page_size * sum(bytes_a_position(block, speculator.dtype) for block in blocks)
+        total += bytes_a_position(speculator.drafter.block, speculator.dtype)
+    return page_size * total

@@ -53,6 +53,10 @@ class Shard:
                 f"shard: found {self.index}/{self.count}, expected i/n with i from 0 to n - 1"
             )
 
+    def part(self, index: int, count: int) -> Shard:
+        """Of this part the part `index` of `count`."""
+        return Shard(self.index + self.count * index, self.count * count)
+
     @classmethod
     def parse(cls, text: str) -> Shard:
         """From "i/n"."""

@@ -38,8 +38,8 @@ class Policy:
 
     steps_a_visit: speculative steps between two looks at results. More of them hide a slower
       host; a slot whose sequence has ended idles until its results are seen.
-    prefill_tokens: prompt tokens a visit, which bounds how long prefilling holds up the
-      sequences that decode.
+    prefill_tokens: prompt tokens a visit of each group, which bounds how long prefilling holds
+      up the sequences that decode.
     """
 
     steps_a_visit: int = 4
@@ -252,25 +252,28 @@ class Scheduler:
 
     def _prefill(self) -> bool:
         """Asks for parts of prompts, within the budget; whether there were any."""
-        budget, page_size = self._policy.prefill_tokens, self._shape.page_size
+        page_size = self._shape.page_size
+        budgets = [self._policy.prefill_tokens] * self._shape.num_groups
         chunks: list[PrefillChunk] = []
         insertions: list[Insertion] = []
         for tracked in self._slots:
             if tracked.inserted:
                 continue
+            assert tracked.slot is not None
+            group = tracked.slot // self._shape.slots_a_group
             start, length = tracked.prefilled, tracked.length
-            size = min(length - start, budget)
+            size = min(length - start, budgets[group])
             if start + size < length:
                 size -= size % page_size
             if not size:
-                break
-            assert tracked.slot is not None
+                budgets[group] = 0  # nothing overtakes it
+                continue
             pages, stop = self._slots.pages(tracked), start + size
             following = int(tracked.tokens(stop, stop + 1)[0]) if stop < length else None
             chunks.append(
                 PrefillChunk(tracked.slot, start, tracked.tokens(start, stop), following, pages)
             )
-            budget -= size
+            budgets[group] -= size
             tracked.prefilled = stop
             self.counters.prefill_tokens += size
             self.counters.recomputed_tokens += size if tracked.preemptions else 0

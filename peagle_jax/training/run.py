@@ -27,6 +27,7 @@ from peagle_jax.convert.checkpoint import load_drafter, load_target
 from peagle_jax.convert.in_memory import write_drafter
 from peagle_jax.convert.opening import open_checkpoint, open_config
 from peagle_jax.convert.sources import RUN_CONFIG
+from peagle_jax.decoding import placement
 from peagle_jax.errors import InputError
 from peagle_jax.files import lock, replace_file
 from peagle_jax.models import decoder as decoder_model
@@ -177,7 +178,7 @@ def open_run(config: TrainConfig, folder: Path, prompts: Sequence[Prompt] = ()) 
     make_objective(config, drafter, target)  # raises on options that do not go together
     with _locked(folder):
         target, target_params = load_target(
-            config.model, config.train.dtype, _target_shardings(target, mesh)
+            config.model, config.train.dtype, _target_shardings(mesh)
         )
         if saved is None:
             first = resolve.params(drafter, target_params)
@@ -334,9 +335,10 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def _target_shardings(target: ModelConfig, mesh: Any) -> Callable[[Any], Any]:
-    axes = decoder_model.logical_axes(target)
-    return lambda abstract: sharding.named(mesh, sharding.partition_specs(axes, abstract, mesh))
+def _target_shardings(mesh: Any) -> Callable[[ModelConfig, Any], Any]:
+    return lambda config, abstract: placement.target_shardings(
+        config, abstract, mesh, sharding.FSDP_RULES
+    )
 
 
 def _evenly(prompts: Sequence[Prompt], count: int) -> tuple[Prompt, ...]:

@@ -97,7 +97,7 @@ def sharded(mesh: Mesh) -> Any:
     def spec(leaf: jax.ShapeDtypeStruct) -> NamedSharding:
         return NamedSharding(mesh, PartitionSpec(None, "x") if leaf.ndim == 2 else PartitionSpec())
 
-    return lambda abstract: jax.tree.map(spec, abstract)
+    return lambda config, abstract: jax.tree.map(spec, abstract)
 
 
 @pytest.mark.parametrize("kind", ["one", "tree", "function"])
@@ -110,7 +110,7 @@ def test_shardings(tmp_path: Path, kind: str) -> None:
     if kind == "one":
         sharding = NamedSharding(mesh, PartitionSpec())
     elif kind == "tree":
-        sharding = sharding(jax.eval_shape(lambda: whole))
+        sharding = sharding(None, jax.eval_shape(lambda: whole))
     _, placed = load_drafter(folder, TARGET, sharding=sharding)
     assert jax.tree.all(jax.tree.map(lambda a, b: np.array_equal(a, b), whole, placed))
     expected = PartitionSpec() if kind == "one" else PartitionSpec(None, "x")

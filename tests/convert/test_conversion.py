@@ -413,7 +413,7 @@ from peagle_jax.convert.layouts import flatten
 _, whole = load_drafter(sys.argv[1])
 mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("x", "y"))
 for spec in (P("x", "y"), P(None, ("x", "y")), P("y")):
-    shardings = lambda abstract: jax.tree.map(
+    shardings = lambda config, abstract: jax.tree.map(
         lambda leaf: NamedSharding(mesh, spec if leaf.ndim == 2 else P()), abstract
     )
     _, placed = load_drafter(sys.argv[1], sharding=shardings)

@@ -1,0 +1,96 @@
+"""An engine's programs: the functions of device.py on one device, or over a mesh.
+
+Over a mesh every data group runs the same program on its own slots and pages, by hand
+(`shard_map` over `data`): it sees arrays of one group's size, and takes its own branches and number
+of steps. Within a group the compiler splits what it compiles, as the parameters and the target's
+pages lie over `model` and `expert`; kernels are split by `sharding.per_device`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from peagle_jax.decoding.speculate import Speculator
+from peagle_jax.serving import device
+from peagle_jax.serving.device import Pools, SlotState
+from peagle_jax.serving.engine_protocol import EngineShape
+from peagle_jax.sharding import DATA, MODEL
+
+# What the arguments and results of each function are. Pools and slots are donated: pages are
+# written in place, without donation every call would copy them.
+_SIGNATURES: dict[Callable[..., Any], tuple[tuple[str, ...], tuple[str, ...]]] = {
+    device.prefill: (("params", "pools", "slots", "host"), ("pools", "slots")),
+    device.insert: (("params", "slots", "host"), ("slots",)),
+    device.step: (("params", "pools", "slots", "host"), ("pools", "slots", "host")),
+    device.free: (("slots", "host"), ("slots",)),
+}
+_DONATED = ("pools", "slots")
+
+
+def lower(function: Callable[..., Any], mesh: Mesh | None, args: Any, **static: Any) -> Any:
+    """`function` of device.py, lowered for arguments like these; `mesh` None = one device.
+
+    Over a mesh the arrays of all groups are one after the other in each argument but `params`,
+    and in each result. Results for the host are whole on every device.
+    """
+    given, results = _SIGNATURES[function]
+    donated = tuple(index for index, kind in enumerate(given) if kind in _DONATED)
+
+    def run(*args: Any) -> Any:
+        out = function(*args, **static)
+        return out if isinstance(out, tuple) else (out,)
+
+    run.__name__ = function.__name__
+    if mesh is None:
+        return jax.jit(run, donate_argnums=donated).lower(*args)
+    kinds = _placed(mesh)
+    inputs = [
+        jax.tree.map(lambda leaf: leaf.sharding, value) if kind == "params" else kinds[kind]
+        for kind, value in zip(given, args, strict=True)
+    ]
+    spread = jax.shard_map(
+        run,
+        mesh=mesh,
+        in_specs=tuple(PartitionSpec() if kind == "params" else _GROUPS for kind in given),
+        out_specs=tuple(_GROUPS for _ in results),
+        axis_names={DATA},
+        check_vma=False,
+    )
+    return jax.jit(
+        spread,
+        donate_argnums=donated,
+        in_shardings=tuple(inputs),
+        out_shardings=tuple(kinds[kind] for kind in results),
+    ).lower(*args)
+
+
+def init(speculator: Speculator, shape: EngineShape, mesh: Mesh | None) -> tuple[Pools, SlotState]:
+    """An engine's arrays without a sequence, where `lower`'s programs expect them."""
+
+    def run() -> Any:
+        return device.init(
+            speculator, shape.slots_a_group, shape.num_pages, shape.page_size, shape.context
+        )
+
+    if mesh is None:
+        return jax.jit(run)()
+    kinds = _placed(mesh)
+    spread = jax.shard_map(
+        run, mesh=mesh, in_specs=(), out_specs=_GROUPS, axis_names={DATA}, check_vma=False
+    )
+    return jax.jit(spread, out_shardings=(kinds["pools"], kinds["slots"]))()
+
+
+_GROUPS = PartitionSpec(DATA)
+
+
+def _placed(mesh: Mesh) -> dict[str, Any]:
+    """Where arguments and results of each kind lie, but for the parameters."""
+    groups = NamedSharding(mesh, _GROUPS)
+    heads = NamedSharding(mesh, PartitionSpec(DATA, MODEL))
+    pools: Any = Pools(target=heads, drafter=groups)  # type: ignore[arg-type]
+    return {"pools": pools, "slots": groups, "host": NamedSharding(mesh, PartitionSpec())}
