@@ -1,9 +1,10 @@
-"""The processes of a run that has several, one a host: joining them, and what each one's part is.
+"""The processes of a run that has several, one a host: joining them, and what each one does.
 
-Every process has whole data groups on the devices of its own host, reads its own share of the
-input and writes an output of its own: no step waits for another process. They are joined
-(`jax.distributed`) so that one command line serves all of them, so that a mesh is that of the
-whole slice, and so that the run ends as one: where a process dies, JAX ends the others.
+Processes whose devices share a copy of the weights are a team, mostly one process alone. A team
+has whole data groups, reads its own part of the input and writes an output of its own: no
+step waits for another team. All are joined (`jax.distributed`) so that one command line serves
+them, so that a mesh is that of the whole slice, and so that the run ends as one: where a process
+dies, JAX ends the others.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ import atexit
 import contextlib
 import dataclasses
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from peagle_jax.errors import EXIT_BAD_INPUT, InputError, exit_code
-from peagle_jax.mesh_shape import MeshShape
+from peagle_jax.mesh_shape import ONE_DEVICE, MeshShape
 
 # A process that was not heard of for so long is taken for dead, and the others are ended.
 HEARTBEAT_SECONDS = 30
@@ -26,38 +28,71 @@ _PATIENCE_SECONDS = 30 * 24 * 3600
 
 
 @dataclasses.dataclass(frozen=True)
-class Host:
-    """Process `index` of `count`."""
+class Part:
+    """Number `index` of `count`: of processes, or of a run's input and output."""
 
     index: int = 0
     count: int = 1
 
-    def part(self, path: Path, index: int | None = None) -> Path:
-        """A process's own file (this one's by default) of what is one file in all: `path` itself
-        where there is one process, else out-00001-of-00004.jsonl for out.jsonl."""
+    def file(self, path: Path) -> Path:
+        """This part's own file of what is one file in all: `path` where there is one part, else
+        out-00001-of-00004.jsonl for out.jsonl."""
         if self.count == 1:
             return path
-        index = self.index if index is None else index
-        return path.with_name(f"{path.stem}-{index:05d}-of-{self.count:05d}{path.suffix}")
+        return path.with_name(f"{path.stem}-{self.index:05d}-of-{self.count:05d}{path.suffix}")
 
-    def parts(self, path: Path) -> list[Path]:
-        """Every process's."""
-        return [self.part(path, index) for index in range(self.count)]
+    def siblings(self) -> list[Part]:
+        """All parts."""
+        return [Part(index, self.count) for index in range(self.count)]
 
-    def share(self, whole: MeshShape, num_local: int, num_all: int) -> MeshShape:
-        """The mesh of this process's own devices, of `num_local`, where that of all processes is
-        `whole`.
 
-        Raises InputError where `whole` takes another number of devices than `num_all`, or a
-        group that shares a copy of the weights would have devices of several processes.
-        """
-        whole.check_devices(num_all)
-        if num_local % whole.group_size:
-            raise InputError(
-                f"--mesh: found {whole}, in which {whole.group_size} devices share a copy of the "
-                f"weights, expected a divisor of {num_local}, the devices of a process"
-            )
-        return dataclasses.replace(whole, data=num_local // whole.group_size)
+@dataclasses.dataclass(frozen=True)
+class Team:
+    """What a process works on, and with which others.
+
+    part: of the input and the output.
+    shape: the mesh of the team's devices; `alone` says whether these are this process's.
+    processes: the team's. All of them take the same steps; the first one leads and writes.
+    leads: whether that is this one.
+    """
+
+    part: Part
+    shape: MeshShape
+    processes: tuple[int, ...]
+    leads: bool
+
+    @property
+    def alone(self) -> bool:
+        """Whether the team is one process."""
+        return len(self.processes) == 1
+
+
+def team_of(process: Part, whole: MeshShape | None, num_local: int, num_all: int) -> Team:
+    """The team of a process.
+
+    whole: the mesh of all processes; None = each of them uses one device.
+    num_local, num_all: devices of each process, and of all of them.
+
+    Raises InputError where `whole` takes another number of devices than there are, or where the
+    devices that share a copy of the weights are not those of whole processes, or of a part of
+    one.
+    """
+    if whole is None:
+        return Team(process, ONE_DEVICE, (process.index,), True)
+    whole.check_devices(num_all)
+    if num_local % whole.group_size == 0:
+        own = dataclasses.replace(whole, data=num_local // whole.group_size)
+        return Team(process, own, (process.index,), True)
+    size, rest = divmod(whole.group_size, num_local)
+    if rest:
+        raise InputError(
+            f"--mesh: found {whole}, in which {whole.group_size} devices share a copy of the "
+            f"weights, expected a divisor or a multiple of {num_local}, the devices of a process"
+        )
+    index, place = divmod(process.index, size)
+    processes = tuple(range(index * size, (index + 1) * size))
+    own = dataclasses.replace(whole, data=1)
+    return Team(Part(index, process.count // size), own, processes, place == 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,15 +127,15 @@ class Joining:
         return self.found or any(one is not None for one in given)
 
     @contextlib.contextmanager
-    def joined(self) -> Iterator[Host]:
-        """Joins the others, before JAX is used for anything else; the end of the block waits for
-        them. A process that leaves it by an exception does not wait: it is missed by the
-        others, which JAX ends within a minute.
+    def joined(self) -> Iterator[Part]:
+        """Joins the others, before JAX is used for anything else, and says which process this
+        is; the end of the block waits for them. A process that leaves it by an exception does
+        not wait: it is missed by the others, which JAX ends within a minute.
 
         Raises InputError where the processes do not find one another.
         """
         if not self.wanted:
-            yield Host()
+            yield Part()
             return
         import jax
 
@@ -121,10 +156,13 @@ class Joining:
                 "another (--coordinator, --num-processes, --process-id)"
             ) from None
         try:
-            yield Host(jax.process_index(), jax.process_count())
+            yield Part(jax.process_index(), jax.process_count())
         except BaseException as error:
             _leave_with(exit_code(error))
             raise
+        # It waits where Python cannot answer a signal; all that this process had to do is done.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
         jax.distributed.shutdown()
 
 

@@ -18,7 +18,7 @@ import pytest
 
 from peagle_jax import cli
 from peagle_jax.errors import EXIT_BAD_INPUT, InputError, exit_code
-from peagle_jax.hosts import Host, Joining
+from peagle_jax.hosts import Joining, Part, Team, team_of
 from peagle_jax.mesh_shape import MeshShape
 from peagle_jax.serving.run_files import run_files
 from tests.training import tiny_model
@@ -116,7 +116,8 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def merged(output: Path, count: int) -> dict[str, Any]:
-    parts = [read(part) for part in Host(0, count).parts(output) if part.exists()]
+    files = [part.file(output) for part in Part(0, count).siblings()]
+    parts = [read(file) for file in files if file.exists()]
     together = {key: one for part in parts for key, one in part.items()}
     assert len(together) == sum(map(len, parts))
     return together
@@ -149,15 +150,31 @@ def test_one_of_four_dies_and_a_restart_finishes(inputs, tmp_path) -> None:
     assert merged(out, 4) == read(inputs / "one.jsonl")
 
 
-def test_a_process_with_bad_input_does_not_wait_for_the_others(inputs, tmp_path) -> None:
+def test_two_processes_that_share_the_weights(inputs, tmp_path) -> None:
     out = tmp_path / "out.jsonl"
-    wrong = [*options(inputs, out), "--mesh", "model=4"]
-    for code, errors, _ in run_processes(wrong, 2, devices=2):
+    arguments = [*options(inputs, out), "--mesh", "data=1,model=2"]
+    # One process leads; what is done already is known to the other from the leader alone.
+    done = (inputs / "one.jsonl").read_text().splitlines(keepends=True)[:5]
+    out.write_text("".join(done))
+    settings = json.loads((inputs / "one.jsonl.run.json").read_text())
+    (tmp_path / "out.jsonl.run.json").write_text(json.dumps(settings))
+    (leader, shown, _), (other, silent, _) = run_processes(arguments, 2)
+    assert (leader, other) == (0, 0), shown + silent
+    assert "19 answered, 5 were there before; " in shown
+    assert "answered" not in silent
+    assert read(out) == read(inputs / "one.jsonl")
+
+
+def test_a_process_that_is_refused_does_not_wait_for_the_others(inputs, tmp_path) -> None:
+    wrong = [*options(inputs, tmp_path / "out.jsonl"), "--mesh", "model=3"]
+    ends = run_processes(wrong, 2)
+    assert EXIT_BAD_INPUT in [code for code, _, _ in ends]
+    for code, errors, _ in ends:
         # Both are wrong at about the same time; the slower one may be ended by JAX.
         assert code == EXIT_BAD_INPUT or "another task died" in errors
         assert "Traceback" not in errors
         if code == EXIT_BAD_INPUT:
-            assert "--mesh: found model=4, in which 4 devices share a copy" in errors
+            assert "--mesh: found model=3, which takes 3 devices, expected 2" in errors
 
 
 @pytest.mark.parametrize(
@@ -182,31 +199,39 @@ def test_bad_options_are_one_line(inputs, tmp_path, capsys, arguments, message) 
     assert not out.exists()
 
 
-def test_the_share_of_a_process() -> None:
-    host = Host(1, 4)
-    assert host.share(MeshShape(8, 1, 4), 8, 32) == MeshShape(2, 1, 4)
-    assert host.share(MeshShape(4, 2, 4), 8, 32) == MeshShape(1, 2, 4)
-    with pytest.raises(InputError, match="16 devices share a copy of the weights, expected a div"):
-        host.share(MeshShape(2, 1, 16), 8, 32)
+def test_teams() -> None:
+    process = Part(1, 4)
+    alone = team_of(process, MeshShape(8, 1, 4), 8, 32)
+    assert alone == Team(process, MeshShape(2, 1, 4), (1,), leads=True)
+    assert alone.alone
+    experts = team_of(process, MeshShape(4, 2, 4), 8, 32)
+    assert experts == Team(process, MeshShape(1, 2, 4), (1,), leads=True)
+    pair = team_of(process, MeshShape(2, 1, 16), 8, 32)
+    assert pair == Team(Part(0, 2), MeshShape(1, 1, 16), (0, 1), leads=False)
+    assert not pair.alone
+    assert team_of(Part(2, 4), MeshShape(2, 1, 16), 8, 32).leads
+    assert team_of(process, None, 8, 32) == Team(process, MeshShape(), (1,), leads=True)
+    with pytest.raises(InputError, match="12 devices share a copy of the weights, expected a div"):
+        team_of(process, MeshShape(2, 1, 12), 8, 24)
     with pytest.raises(InputError, match="takes 8 devices, expected 32"):
-        host.share(MeshShape(2, 1, 4), 8, 32)
+        team_of(process, MeshShape(2, 1, 4), 8, 32)
 
 
-def test_files_of_processes(tmp_path) -> None:
+def test_files_of_parts(tmp_path) -> None:
     out = tmp_path / "out.jsonl"
-    alone = run_files(out, None, Host())
+    alone = run_files(out, None, Part())
     assert (alone.output, alone.errors) == (out, tmp_path / "out.errors.jsonl")
-    third = run_files(out, tmp_path / "bad.jsonl", Host(2, 3))
+    third = run_files(out, tmp_path / "bad.jsonl", Part(2, 3))
     assert third.output == tmp_path / "out-00002-of-00003.jsonl"
     assert third.errors == tmp_path / "bad-00002-of-00003.jsonl"
     assert len(third.every) == 9
     assert tmp_path / "out-00000-of-00003.jsonl.run.json" in third.every
     with pytest.raises(InputError, match="--errors: found"):
-        run_files(out, out, Host(0, 2))
+        run_files(out, out, Part(0, 2))
     third.output.write_text("{}\n")
-    assert run_files(out, None, Host(1, 3)).output.name == "out-00001-of-00003.jsonl"
-    for other in (Host(), Host(0, 2)):
-        message = f"of a run of 3 processes, expected {other.count}, as this one has"
+    assert run_files(out, None, Part(1, 3)).output.name == "out-00001-of-00003.jsonl"
+    for other in (Part(), Part(0, 2)):
+        message = f"of a run of 3 parts, expected {other.count}, as this one has"
         with pytest.raises(InputError, match=message):
             run_files(out, None, other)
 
@@ -215,8 +240,8 @@ def test_processes_that_do_not_belong_together() -> None:
     with pytest.raises(InputError, match="--process-id: found 4, expected 0 to"):
         Joining("host:1", 4, 4)
     assert not Joining().wanted
-    with Joining().joined() as host:
-        assert host == Host()
+    with Joining().joined() as process:
+        assert process == Part()
 
 
 @pytest.mark.parametrize(

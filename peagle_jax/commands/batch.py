@@ -26,8 +26,8 @@ from peagle_jax.commands.options import (
 from peagle_jax.commands.progress import progress_bar
 from peagle_jax.config import SamplingParams, check_num_draft_tokens, needs_drafter
 from peagle_jax.errors import InputError
-from peagle_jax.hosts import Host, Joining
-from peagle_jax.mesh_shape import ONE_DEVICE, MeshShape
+from peagle_jax.hosts import Joining, Part, Team, team_of
+from peagle_jax.mesh_shape import MeshShape
 
 HELP = "answer files of requests, many at a time"
 EXIT_BAD_LINES = 3
@@ -117,25 +117,24 @@ def run(args: argparse.Namespace) -> int:
     """Answers what is missing. Files and options are checked before a model is loaded."""
     mesh = MeshShape.parse(args.mesh) if args.mesh is not None else None
     joining = Joining(args.coordinator, args.num_processes, args.process_id, args.distributed)
-    with _ended_by_sigterm(), joining.joined() as host:
-        return _answer(args, host, mesh)
+    with _ended_by_sigterm(), joining.joined() as process:
+        return _answer(args, process, mesh)
 
 
-def _answer(args: argparse.Namespace, host: Host, whole: MeshShape | None) -> int:
-    from peagle_jax.serving.errors_file import ErrorsFile
+def _answer(args: argparse.Namespace, process: Part, whole: MeshShape | None) -> int:
     from peagle_jax.serving.input_lines import STDIN, Shard, find_inputs, read_lines
     from peagle_jax.serving.requests_file import read_requests
-    from peagle_jax.serving.results_file import ResultsFile
     from peagle_jax.serving.run_files import run_files
 
     params = sampling_params(args, tuple(args.stop))
     if args.num_draft_tokens != "auto":
         check_num_draft_tokens(args.num_draft_tokens)
     cache_bytes, shard = parse_bytes(args.cache_memory), Shard.parse(args.shard)
-    shard = shard.part(host.index, host.count)
-    own = run_files(args.output, args.errors, host)
+    team, mesh = _own_devices(process, whole)
+    shard = shard.part(team.part.index, team.part.count)
+    own = run_files(args.output, args.errors, team.part)
     files = find_inputs(args.input, exclude=own.every)
-    if host.count > 1 and STDIN in files:
+    if process.count > 1 and STDIN in files:
         raise InputError("--input: found -, expected files, of which each process reads its part")
 
     import jax
@@ -143,18 +142,17 @@ def _answer(args: argparse.Namespace, host: Host, whole: MeshShape | None) -> in
     from peagle_jax import api
     from peagle_jax.serving.batch import BatchRun
     from peagle_jax.serving.engine import PagedEngine, make_shape
+    from peagle_jax.serving.followed import open_results
     from peagle_jax.serving.scheduler import Policy
 
-    share, mesh = _own_mesh(host, whole)
-    num_groups = host.count if whole is None else whole.data
+    num_groups = process.count if whole is None else whole.data
     if args.slots % num_groups:
         raise InputError(
             f"--slots: found {args.slots}, expected a multiple of {num_groups}, the groups of "
             "devices that have requests of their own"
         )
     settings = _settings(args, params, f"{shard.index}/{shard.count}")
-    with ResultsFile(own.output, settings) as results:
-        errors = ErrorsFile(own.errors)
+    with open_results(own, settings, team, mesh) as (results, errors):
         drafter = args.drafter if needs_drafter(args.method) else None
         pair = api.load(target=args.model, drafter=drafter, dtype=args.dtype, mesh=mesh)
         speculator = api.make_speculator(
@@ -165,12 +163,12 @@ def _answer(args: argparse.Namespace, host: Host, whole: MeshShape | None) -> in
             page_size = _DEFAULT_PAGE_SIZE.get(jax.default_backend(), 32)
         shape = make_shape(
             speculator,
-            num_slots=args.slots // num_groups * share.data,
+            num_slots=args.slots // num_groups * team.shape.data,
             page_size=page_size,
             context=_context(args, pair.target.max_positions),
             num_pages=args.pages,
             cache_bytes=cache_bytes,
-            mesh=share,
+            mesh=team.shape,
         )
         engine = PagedEngine(speculator, pair.params, shape, mesh=mesh, executables=pair.compiled)
         engine.measure_step_costs(Policy().steps_a_visit)
@@ -185,32 +183,33 @@ def _answer(args: argparse.Namespace, host: Host, whole: MeshShape | None) -> in
             raw=args.raw,
         )
         requests = read_requests(read_lines(files, shard), params, args.seed)
-        with progress_bar("requests") as bar:
+        with progress_bar("requests") if team.leads else contextlib.nullcontext() as bar:
             # What comes through a pipe can be read only once.
             countable = bar is not None and all(Path(name).is_file() for name in files)
             total = sum(1 for _ in read_lines(files, shard)) if countable else None
             report = batch.run(
                 requests, None if bar is None else lambda done, text: bar(done, total, text)
             )
-    if args.json:
-        print(json.dumps(report.to_json()))
-    print("\n".join(report.lines()), file=sys.stderr)
-    if errors.count:
-        print(f"bad lines    {own.errors}", file=sys.stderr)
-        return EXIT_BAD_LINES
-    return 0
+    if team.leads:
+        if args.json:
+            print(json.dumps(report.to_json()))
+        print("\n".join(report.lines()), file=sys.stderr)
+        if errors.count:
+            print(f"bad lines    {own.errors}", file=sys.stderr)
+    return EXIT_BAD_LINES if errors.count else 0
 
 
-def _own_mesh(host: Host, whole: MeshShape | None) -> tuple[MeshShape, Any]:
-    """This process's part of the mesh, its shape and itself; None = the default device."""
+def _own_devices(process: Part, whole: MeshShape | None) -> tuple[Team, Any]:
+    """The team of this process and its mesh; None = the default device."""
     import jax
 
     from peagle_jax.sharding import make_inference_mesh
 
+    team = team_of(process, whole, jax.local_device_count(), jax.device_count())
     if whole is None:
-        return ONE_DEVICE, None
-    share = host.share(whole, jax.local_device_count(), jax.device_count())
-    return share, make_inference_mesh(share, jax.local_devices())
+        return team, None
+    devices = [one for one in jax.devices() if one.process_index in team.processes]
+    return team, make_inference_mesh(team.shape, devices)
 
 
 def parse_bytes(text: str) -> int:

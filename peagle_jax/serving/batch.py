@@ -13,11 +13,10 @@ from peagle_jax.errors import InputError
 from peagle_jax.metrics import GenerationStats
 from peagle_jax.serving.batch_report import BatchReport, Tally
 from peagle_jax.serving.engine_protocol import Engine
-from peagle_jax.serving.errors_file import ErrorsFile
+from peagle_jax.serving.id_set import IdSet
 from peagle_jax.serving.input_order import InputOrder
 from peagle_jax.serving.requests_file import BadLine, BatchRequest
 from peagle_jax.serving.result_lines import Result, result_line
-from peagle_jax.serving.results_file import ResultsFile
 from peagle_jax.serving.scheduler import Policy, Scheduler
 from peagle_jax.serving.sequence import Finished, Request
 from peagle_jax.text import TextStream, encode_prompt
@@ -31,6 +30,33 @@ class TimedEngine(Engine, Protocol):
 
     compile_seconds: float
     wait_seconds: float
+
+
+@runtime_checkable
+class Results(Protocol):
+    """Where results go: a ResultsFile, or what stands for one in a process that writes none."""
+
+    @property
+    def done(self) -> IdSet:
+        """Keys of results that need not be computed."""
+
+    def add(self, key: str, line: bytes) -> None:
+        """Takes a result in."""
+
+    def commit(self) -> None:
+        """Puts all that were added on the disk."""
+
+
+@runtime_checkable
+class Errors(Protocol):
+    """Where bad lines go: an ErrorsFile, or what stands for one."""
+
+    @property
+    def count(self) -> int:
+        """Bad lines so far."""
+
+    def add(self, bad: BadLine) -> None:
+        """Takes one in."""
 
 
 @dataclasses.dataclass
@@ -55,8 +81,8 @@ class BatchRun:
         engine: TimedEngine,
         tokenizer: Any,
         model: ModelConfig,
-        results: ResultsFile,
-        errors: ErrorsFile,
+        results: Results,
+        errors: Errors,
         *,
         model_name: str,
         ordered: bool = False,

@@ -1,4 +1,4 @@
-"""The files that a batch run writes: a process's own, and those of all its processes."""
+"""The files that a batch run writes: those of one part of it, and of all."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import re
 from pathlib import Path
 
 from peagle_jax.errors import InputError
-from peagle_jax.hosts import Host
+from peagle_jax.hosts import Part
 from peagle_jax.serving.errors_file import errors_path
 from peagle_jax.serving.results_file import settings_path
 
 
 @dataclasses.dataclass(frozen=True)
 class RunFiles:
-    """What one process writes: results, their settings beside them, and bad lines.
+    """What is written for one part: results, their settings beside them, and bad lines.
 
-    every: what all processes of the run write, which is no input of it.
+    every: what is written for all parts of the run, which is no input of it.
     """
 
     output: Path
@@ -24,30 +24,32 @@ class RunFiles:
     every: tuple[Path, ...]
 
 
-def run_files(output: Path, errors: Path | None, host: Host) -> RunFiles:
-    """The files of process `host` of a run that is given these names; `errors` None = beside the
-    output.
+def run_files(output: Path, errors: Path | None, part: Part) -> RunFiles:
+    """The files of `part` of a run that is given these names; `errors` None = beside the output.
 
     Raises InputError where two of them are one, or where there are results of a run of another
-    number of processes: these would be computed again.
+    number of parts: these would be computed again.
     """
-    outputs = host.parts(output)
-    bad = [errors_path(one) for one in outputs] if errors is None else host.parts(errors)
+    outputs = [one.file(output) for one in part.siblings()]
+    bad = [
+        errors_path(own) if errors is None else one.file(errors)
+        for one, own in zip(part.siblings(), outputs, strict=True)
+    ]
     every = (*outputs, *map(settings_path, outputs), *bad)
     if len({path.resolve() for path in every}) < len(every):
         raise InputError(f"--errors: found {errors}, expected another file than --output's")
-    _check_same_count(output, host)
-    return RunFiles(outputs[host.index], bad[host.index], every)
+    _check_same_count(output, part)
+    return RunFiles(outputs[part.index], bad[part.index], every)
 
 
-def _check_same_count(output: Path, host: Host) -> None:
+def _check_same_count(output: Path, part: Part) -> None:
     name = re.compile(rf"{re.escape(output.stem)}-\d+-of-(\d+){re.escape(output.suffix)}")
     if not output.parent.is_dir():
         return
     for path in sorted(output.parent.iterdir()):
         match = name.fullmatch(path.name)
-        if match and int(match[1]) != host.count and path.stat().st_size:
+        if match and int(match[1]) != part.count and path.stat().st_size:
             raise InputError(
-                f"{path}: found results of a run of {int(match[1])} processes, expected "
-                f"{host.count}, as this one has; another run needs another output file"
+                f"{path}: found results of a run of {int(match[1])} parts, expected "
+                f"{part.count}, as this one has; another run needs another output file"
             )
