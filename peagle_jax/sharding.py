@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -190,3 +191,31 @@ def per_device(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> C
     return jax.shard_map(
         function, in_specs=in_specs, out_specs=out_specs, axis_names=free, check_vma=False
     )
+
+
+def spans_processes(mesh: Mesh | None) -> bool:
+    """Whether a mesh has devices of several processes, which then must take the same steps."""
+    return mesh is not None and len({device.process_index for device in mesh.devices.flat}) > 1
+
+
+def from_first(value: np.ndarray, mesh: Mesh) -> np.ndarray:
+    """The array that the process of the mesh's first device has, in every process of the mesh.
+
+    All have one of that shape and dtype. It is a sum over devices, of which only the first
+    brings anything.
+    """
+    if not spans_processes(mesh):
+        return value
+    row = Mesh(mesh.devices.reshape(-1), ("all",))
+    parts = [
+        jax.device_put((value if device == row.devices[0] else np.zeros_like(value))[None], device)
+        for device in row.local_devices
+    ]
+    spread = jax.make_array_from_single_device_arrays(
+        (row.size, *value.shape), NamedSharding(row, PartitionSpec("all")), parts
+    )
+    total = jax.jit(
+        lambda array: jnp.sum(array, axis=0, dtype=array.dtype),
+        out_shardings=NamedSharding(row, PartitionSpec()),
+    )
+    return np.asarray(total(spread))

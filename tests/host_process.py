@@ -3,7 +3,7 @@
     python -m tests.host_process SECONDS DIE_AFTER peagle-arguments
 
 Every answer takes SECONDS more, so that a run lasts; after DIE_AFTER answers the process is
-killed (0 = never). Processes are missed after 8 seconds.
+killed (0 = never). Processes are missed after 15 seconds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from peagle_jax.serving.batch import BatchRun
 
 
 def main(seconds: float, die_after: int, arguments: list[str]) -> int:
-    hosts.HEARTBEAT_SECONDS = 8
+    hosts.HEARTBEAT_SECONDS = 15
     finish, answered = BatchRun._finish, [0]
 
     def slow_finish(self: Any, end: Any) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Float, Int
@@ -37,7 +36,7 @@ from peagle_jax.serving.engine_protocol import (
     StepResults,
 )
 from peagle_jax.serving.pages import NULL_PAGE
-from peagle_jax.sharding import DATA
+from peagle_jax.sharding import DATA, from_first, spans_processes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,13 +188,24 @@ class PagedEngine:
         """
         if not self._speculator.lengths:
             return
-        costs = step_costs.remembered(
-            ("engine", self._speculator, self.shape.num_slots, num_steps),
-            lambda: step_costs.measure(
+
+        def measured() -> Float[np.ndarray, "lengths"]:
+            return step_costs.measure(
                 self._speculator.lengths, lambda costs: self._seconds_a_step(costs, num_steps)
-            ),
-        )
-        self._slots = dataclasses.replace(self._slots, step_costs=jnp.asarray(costs))
+            )
+
+        if self._mesh is not None and spans_processes(self._mesh):
+            # One process may remember what another must measure; and clocks differ.
+            costs = from_first(measured(), self._mesh)
+        else:
+            axes = None if self._mesh is None else dict(self._mesh.shape)
+            subject = ("engine", self._speculator, self.shape.num_slots, num_steps, axes)
+            costs = step_costs.remembered(subject, measured)
+        self._set_step_costs(costs)
+
+    def _set_step_costs(self, costs: Float[np.ndarray, "lengths"]) -> None:
+        # On the host, from where a program takes it to wherever it belongs.
+        self._slots = dataclasses.replace(self._slots, step_costs=np.asarray(costs, np.float32))
 
     def _seconds_a_step(self, costs: Float[np.ndarray, "lengths"], num_steps: int) -> float:
         """Of a sequence alone: steps compute all slots, whether they decode or not."""
@@ -206,7 +216,7 @@ class PagedEngine:
         greedy = SamplingParams(ignore_eos=True)
         room = self.shape.context - 1
         self.insert([Insertion(0, 1, room, greedy, 0, tables[0])])
-        self._slots = dataclasses.replace(self._slots, step_costs=jnp.asarray(costs))
+        self._set_step_costs(costs)
         jax.block_until_ready(self._slots)
         begin = time.perf_counter()
         jax.block_until_ready(self.step(num_steps, tables))

@@ -6,9 +6,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from peagle_jax.hosts import Team
 from peagle_jax.serving.batch import Errors, Results
@@ -17,6 +16,7 @@ from peagle_jax.serving.id_set import IdSet
 from peagle_jax.serving.requests_file import BadLine
 from peagle_jax.serving.results_file import ResultsFile
 from peagle_jax.serving.run_files import RunFiles
+from peagle_jax.sharding import from_first
 
 
 class FollowedResults:
@@ -59,37 +59,18 @@ def open_results(
     """
     if not team.leads:
         assert mesh is not None
-        yield FollowedResults(share_done(IdSet(), mesh, leads=False)), FollowedErrors()
+        yield FollowedResults(share_done(IdSet(), mesh)), FollowedErrors()
         return
     with ResultsFile(files.output, settings) as results:
         if not team.alone:
             assert mesh is not None
-            share_done(results.done, mesh, leads=True)
+            share_done(results.done, mesh)
         yield results, ErrorsFile(files.errors)
 
 
-def share_done(done: IdSet, mesh: Mesh, *, leads: bool) -> IdSet:
-    """The leader's ids, in every process of the mesh; `done` of the others is not looked at."""
-    count = int(_from_leader(np.asarray([len(done)], np.int32), mesh, leads)[0])
-    digests = done.digests() if leads else np.zeros((count, IdSet.BYTES), np.uint8)
-    return IdSet.of(_from_leader(digests, mesh, leads))
-
-
-def _from_leader(value: np.ndarray, mesh: Mesh, leads: bool) -> np.ndarray:
-    """The leader's array of a shape that all processes know: a sum over devices, of which only
-    one has anything."""
-    devices = Mesh(mesh.devices.reshape(-1), ("all",))
-    first = mesh.devices.reshape(-1)[0]
-    assert leads == (first.process_index == jax.process_index())
-    rows = [
-        jax.device_put(np.where(device == first, value, 0).astype(value.dtype)[None], device)
-        for device in devices.local_devices
-    ]
-    spread = jax.make_array_from_single_device_arrays(
-        (devices.size, *value.shape), NamedSharding(devices, PartitionSpec("all")), rows
-    )
-    total = jax.jit(
-        lambda array: array.sum(0, dtype=array.dtype),
-        out_shardings=NamedSharding(devices, PartitionSpec()),
-    )(spread)
-    return np.asarray(total)
+def share_done(done: IdSet, mesh: Mesh) -> IdSet:
+    """The ids of the mesh's first process, in every process of it; those of the others are not
+    looked at."""
+    count = int(from_first(np.asarray([len(done)], np.int32), mesh)[0])
+    digests = done.digests() if len(done) == count else np.zeros((count, IdSet.BYTES), np.uint8)
+    return IdSet.of(from_first(digests, mesh))

@@ -8,17 +8,18 @@ pages lie over `model` and `expert`; kernels are split by `sharding.per_device`.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from peagle_jax.decoding.speculate import Speculator
 from peagle_jax.serving import device
 from peagle_jax.serving.device import Pools, SlotState
 from peagle_jax.serving.engine_protocol import EngineShape
-from peagle_jax.sharding import DATA, MODEL
+from peagle_jax.sharding import DATA, MODEL, named
 
 # What the arguments and results of each function are. Pools and slots are donated: pages are
 # written in place, without donation every call would copy them.
@@ -29,6 +30,20 @@ _SIGNATURES: dict[Callable[..., Any], tuple[tuple[str, ...], tuple[str, ...]]] =
     device.free: (("slots", "host"), ("slots",)),
 }
 _DONATED = ("pools", "slots")
+
+_GROUPS = PartitionSpec(DATA)
+# Of each kind what is split over `data`: all but parameters, and what slots have in common.
+_SPECS: dict[str, Any] = {
+    "params": PartitionSpec(),
+    "pools": _GROUPS,
+    "slots": SlotState(
+        **{
+            field.name: PartitionSpec() if field.name == "step_costs" else _GROUPS
+            for field in dataclasses.fields(SlotState)
+        }
+    ),
+    "host": _GROUPS,
+}
 
 
 def lower(function: Callable[..., Any], mesh: Mesh | None, args: Any, **static: Any) -> Any:
@@ -55,8 +70,8 @@ def lower(function: Callable[..., Any], mesh: Mesh | None, args: Any, **static: 
     spread = jax.shard_map(
         run,
         mesh=mesh,
-        in_specs=tuple(PartitionSpec() if kind == "params" else _GROUPS for kind in given),
-        out_specs=tuple(_GROUPS for _ in results),
+        in_specs=tuple(_SPECS[kind] for kind in given),
+        out_specs=tuple(_SPECS[kind] for kind in results),
         axis_names={DATA},
         check_vma=False,
     )
@@ -80,17 +95,18 @@ def init(speculator: Speculator, shape: EngineShape, mesh: Mesh | None) -> tuple
         return jax.jit(run)()
     kinds = _placed(mesh)
     spread = jax.shard_map(
-        run, mesh=mesh, in_specs=(), out_specs=_GROUPS, axis_names={DATA}, check_vma=False
+        run,
+        mesh=mesh,
+        in_specs=(),
+        out_specs=(_SPECS["pools"], _SPECS["slots"]),
+        axis_names={DATA},
+        check_vma=False,
     )
     return jax.jit(spread, out_shardings=(kinds["pools"], kinds["slots"]))()
 
 
-_GROUPS = PartitionSpec(DATA)
-
-
 def _placed(mesh: Mesh) -> dict[str, Any]:
     """Where arguments and results of each kind lie, but for the parameters."""
-    groups = NamedSharding(mesh, _GROUPS)
-    heads = NamedSharding(mesh, PartitionSpec(DATA, MODEL))
-    pools: Any = Pools(target=heads, drafter=groups)  # type: ignore[arg-type]
-    return {"pools": pools, "slots": groups, "host": NamedSharding(mesh, PartitionSpec())}
+    heads = Pools(target=PartitionSpec(DATA, MODEL), drafter=_GROUPS)  # type: ignore[arg-type]
+    specs = {"pools": heads, "slots": _SPECS["slots"], "host": PartitionSpec()}
+    return {kind: named(mesh, spec) for kind, spec in specs.items()}

@@ -45,6 +45,7 @@ class Case:
     num_pages: int | None = None
     model: str = "dense"
     prefill_rows: int = 1
+    lengths: tuple[int, ...] = ()
 
 
 # Few pages are what one whole context takes, and the null page.
@@ -54,7 +55,7 @@ CASES = (
     Case("data=2,model=4", "eagle3", 2),
     Case("data=4,model=2", "prompt-lookup", num_pages=15, slots=12, prefill_rows=128),
     Case("data=8", "none", 0),
-    Case("data=2,expert=2,model=2", model="experts", slots=4),
+    Case("data=2,expert=2,model=2", model="experts", slots=4, lengths=(0, 1, 3)),
 )
 
 
@@ -82,7 +83,7 @@ def plain(models: Tiny, asked: Sequence[Request]) -> dict[Any, tuple[int, ...]]:
 def serve(models: Tiny, case: Case, asked: Sequence[Request]) -> tuple[Any, Scheduler]:
     wanted = MeshShape.parse(case.mesh)
     mesh = make_inference_mesh(wanted, jax.devices()[: wanted.size])
-    speculator = models.speculator(case.method, case.num_draft_tokens)
+    speculator = models.speculator(case.method, case.num_draft_tokens, lengths=case.lengths)
     params = models.params(case.method)
     placed = {
         "target": jax.device_put(
@@ -93,7 +94,15 @@ def serve(models: Tiny, case: Case, asked: Sequence[Request]) -> tuple[Any, Sche
         drafter = models.drafters[case.method]
         whole = placement.drafter_sharding(drafter, params["drafter"], mesh)
         placed["drafter"] = jax.device_put(params["drafter"], whole)
-    shape = EngineShape(case.slots, 2, 4, CONTEXT, case.num_draft_tokens, wanted.data)
+    shape = EngineShape(
+        case.slots,
+        2,
+        4,
+        CONTEXT,
+        case.num_draft_tokens,
+        wanted.data,
+        speculator.pending_rows,
+    )
     pages = case.num_pages or 1 + shape.slots_a_group * shape.pages_a_slot
     shape = dataclasses.replace(shape, num_pages=pages)
     sizes = ProgramSizes(case.prefill_rows, None)

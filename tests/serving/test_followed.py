@@ -22,7 +22,7 @@ def test_ids_reach_every_device(keys) -> None:
     for key in keys:
         done.add(key)
     mesh = make_inference_mesh(MeshShape(), jax.devices()[:1])
-    found = share_done(done, mesh, leads=True)
+    found = share_done(done, mesh)
     assert len(found) == len(keys)
     assert all(key in found for key in keys)
     assert "c" not in found
