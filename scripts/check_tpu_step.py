@@ -41,6 +41,7 @@ from jax.sharding import SingleDeviceSharding
 from pallas_kernels.chips import CHIPS, Chip
 from pallas_kernels.target import Target, compile_for
 from peagle_jax.config import BlockConfig, DrafterConfig, ModelConfig
+from peagle_jax.decoding.draft import Drafting
 from peagle_jax.decoding.sampling import RequestArrays
 from peagle_jax.decoding.speculate import Speculator
 from peagle_jax.models import decoder, drafter
@@ -113,9 +114,10 @@ def draft(batch: int, k: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
     def run(state: Any, params: Any) -> Any:
         one = speculator(k)
-        stream, cache = one._parallel_pass(params, state, jnp.ones((batch,), jnp.int32), 1)
-        head = one._lent_head(params)
-        return one._drafter(params)(stream, head, method="best"), cache
+        networks = one.networks(params)
+        drafting = Drafting(networks, one.method, k, one.draft_sampling, one.verification)
+        stream, cache = drafting._parallel_pass(state, jnp.ones((batch,), jnp.int32), 1)
+        return networks.draft_head(stream, "best"), cache
 
     return run, (state_of(k, batch), both_params())
 

@@ -298,7 +298,14 @@ def test_bad_sampling_parameters(pair, params, words) -> None:
         ({"num_draft_tokens": 0}, ("num_draft_tokens", "0", "1 to 32")),
         ({"num_draft_tokens": 33}, ("num_draft_tokens", "33", "1 to 32")),
         ({"method": "eagle3"}, ("method", "'eagle3'", "'p-eagle'")),
-        ({"method": "medusa"}, ("method", "'medusa'", "p-eagle, eagle3, p-eagle+lookup, eagle3+lookup, prompt-lookup, none")),
+        (
+            {"method": "medusa"},
+            (
+                "method",
+                "'medusa'",
+                "p-eagle, eagle3, p-eagle+lookup, eagle3+lookup, prompt-lookup, none",
+            ),
+        ),
         ({"draft_sampling": "beam"}, ("draft_sampling", "'beam'", "greedy, sample")),
         ({"verify": "strict"}, ("verify", "'strict'", "coupled, rejection")),
         ({"batch_size": 0}, ("batch_size", "0", "1 or more")),
