@@ -152,6 +152,9 @@ def drafter_config(
             aux_layer_shift,
         )
     proposals = (outer.get("speculators_config") or {}).get("proposal_methods") or [outer]
+    trained = None
+    if proposals[0].get("speculative_tokens") is not None:
+        trained = integer(proposals[0], "speculative_tokens", where)
     with located(where):
         return DrafterConfig(
             block=block,
@@ -168,7 +171,7 @@ def drafter_config(
             own_embedding=own_embedding,
             own_head=own_head,
             logit_scale=float(flag("logit_scale", 1.0)),
-            trained_num_draft_tokens=proposals[0].get("speculative_tokens"),
+            trained_num_draft_tokens=trained,
         )
 
 

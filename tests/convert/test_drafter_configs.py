@@ -172,6 +172,11 @@ def test_head_can_be_lent_to_a_draft_vocabulary() -> None:
             SEQUENTIAL,
             "mask_hidden: found no such tensor in the weights beside it, expected one in a",
         ),
+        (
+            {"speculative_tokens": "6"},
+            PARALLEL,
+            "speculative_tokens: found '6', expected a whole number",
+        ),
         ({"ptd_token_id": None}, PARALLEL, "mask token id: found none, expected one in a parallel"),
         ({"ptd_token_id": VOCAB}, PARALLEL, "ptd_token_id.: found 40, expected 0 to 39"),
         ({"ptd_token_id": "x"}, PARALLEL, "ptd_token_id: found 'x', expected a token id"),
