@@ -9,7 +9,7 @@ import json
 import jax
 import pytest
 
-from peagle_jax import cli
+from peagle_jax import cli, step_costs
 from peagle_jax.config import DrafterConfig
 from peagle_jax.convert.in_memory import write_drafter
 from peagle_jax.models import drafter as network
@@ -126,3 +126,19 @@ def test_bad_options_are_one_line(bench, options, message) -> None:
 def test_two_drafters_for_one_method(bench, folders) -> None:
     _, printed = bench("--drafter", folders["eagle3"], "--drafter", folders["eagle3"], code=2)
     assert "both for eagle3, expected one" in printed.err
+
+
+def test_chosen_lengths(bench, folders, monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(step_costs, "cache_folder", lambda: tmp_path / "cache")
+    out, _ = bench(
+        "--methods", "p-eagle", "--num-draft-tokens", "auto", "--repeats", "1",
+        "--drafter", folders["p-eagle"],
+    )  # fmt: skip
+    plain, chosen = map(json.loads, (out / "results.jsonl").read_text().splitlines())
+    assert (plain["num_draft_tokens"], chosen["num_draft_tokens"]) == (0, "auto")
+    assert (chosen["identical"], chosen["draft_ms"]) == (3, None)
+    (kept,) = (tmp_path / "cache" / "step_costs").iterdir()
+    assert len(json.loads(kept.read_text())["milliseconds"]) == 4
+    assert (out / "speed.png").read_bytes().startswith(b"\x89PNG")
+    assert "K chosen" not in (out / "results.md").read_text()
+    assert "| auto | 1 |" in (out / "results.md").read_text()

@@ -11,6 +11,7 @@ from peagle_jax.config import METHODS, check_num_draft_tokens
 from peagle_jax.errors import InputError
 
 OWN = "peagle_jax"
+AUTO = "auto"
 # Peers and the methods each is asked to decode with.
 PEER_METHODS = {
     "transformers": ("none", "prompt-lookup"),
@@ -20,11 +21,12 @@ PEER_METHODS = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One way to decode. `num_draft_tokens` is 0 exactly where `method` is "none"."""
+    """One way to decode. `num_draft_tokens` is 0 exactly where `method` is "none"; "auto" where
+    each step chooses."""
 
     peer: str
     method: str
-    num_draft_tokens: int
+    num_draft_tokens: int | str
     batch: int
 
     @property
@@ -146,7 +148,7 @@ TIMES = ("step_ms", "prefill_ms", "draft_ms", "verify_ms", "other_ms")
 
 def make_cases(
     methods: Sequence[str],
-    numbers_of_drafts: Sequence[int],
+    numbers_of_drafts: Sequence[int | str],
     batches: Sequence[int],
     peers: Iterable[str] = (),
 ) -> list[Case]:
@@ -158,7 +160,8 @@ def make_cases(
         if method not in METHODS:
             raise InputError(f"--methods: found {method!r}, expected some of {', '.join(METHODS)}")
     for k in numbers_of_drafts:
-        check_num_draft_tokens(k)
+        if isinstance(k, int):
+            check_num_draft_tokens(k)
     for batch in batches:
         if batch < 1:
             raise InputError(f"--batch: found {batch}, expected 1 or more")
@@ -173,6 +176,6 @@ def make_cases(
         for peer, method in ways:
             for k in (0,) if method == "none" else numbers_of_drafts:
                 case = Case(peer, method, k, batch)
-                if case not in cases:
+                if case not in cases and (peer == OWN or k != AUTO):
                     cases.append(case)
     return cases

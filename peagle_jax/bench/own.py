@@ -21,6 +21,7 @@ from peagle_jax.decoding import sampling
 from peagle_jax.decoding.sampling import RequestArrays
 from peagle_jax.decoding.speculate import Speculator
 from peagle_jax.decoding.state import DecodeState, Params
+from peagle_jax.metrics import GenerationStats
 from peagle_jax.runner import Pair
 
 # Calls of a part whose median counts.
@@ -56,16 +57,13 @@ class OwnEngine:
         answers: dict[int, list[int]] = {}
         seconds = prefill_seconds = 0.0
         drafts = steps = 0
-        accepted = np.zeros(case.num_draft_tokens, np.int64)
+        accepted = np.zeros(speculator.num_draft_tokens, np.int64)
         for batch in make_batches(self._requests, case.batch):
             outputs = runner.run_whole(pair, speculator, batch)
             seconds += outputs[0].stats.seconds
             prefill_seconds += self._prefill_time(pair, speculator, batch)
             # The loop goes on until the last row is finished.
-            steps += max(
-                output.stats.num_drafts if speculator.drafts else output.stats.tokens - 1
-                for output in outputs
-            )
+            steps += max(_steps(speculator, output.stats) for output in outputs)
             for request, output in zip(batch.requests, outputs, strict=True):
                 answers[request.index] = output.token_ids
                 drafts += output.stats.num_drafts
@@ -79,10 +77,12 @@ class OwnEngine:
             prefill_seconds,
         )
 
-    def parts(self, case: Case) -> Parts:
+    def parts(self, case: Case) -> Parts | None:
         """A step's draft and verification, each a program of its own on the largest batch's
-        state after prefill."""
+        state after prefill; None where steps differ in length."""
         pair, speculator = self._speculator(case)
+        if speculator.lengths:
+            return None
         batch = max(make_batches(self._requests, case.batch), key=lambda one: one.prompt_size)
         program, _ = self._prefill(pair, speculator, batch)
         prompts, lengths, table = batch.arrays()
@@ -106,7 +106,8 @@ class OwnEngine:
         if case.method == "none":
             return pair, api.make_speculator(pair, "none")
         method: Any = case.method
-        return pair, api.make_speculator(pair, method, case.num_draft_tokens)
+        k: Any = case.num_draft_tokens
+        return pair, api.make_speculator(pair, method, k)
 
     def _prefill(self, pair: Pair, speculator: Speculator, batch: Batch) -> tuple[Any, float]:
         prompts, lengths, table = batch.arrays()
@@ -130,6 +131,14 @@ class OwnEngine:
         begin = time.perf_counter()
         jax.block_until_ready(program(pair.params, *arrays))
         return time.perf_counter() - begin
+
+
+def _steps(speculator: Speculator, stats: GenerationStats) -> int:
+    """Steps of an answer. Where some draft nothing they are not counted, but each yields a token
+    besides those that were accepted; what was cut off at the end is not told."""
+    if speculator.drafts and not speculator.lengths:
+        return stats.num_drafts
+    return stats.tokens - 1 - stats.num_accepted
 
 
 def draft_once(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import subprocess
@@ -76,7 +77,9 @@ class PeerProcess:
         self._program.wait()
         for stream in (self._program.stdin, self._program.stdout):
             if stream is not None:
-                stream.close()
+                # What was not sent to a program that has ended is not missed.
+                with contextlib.suppress(BrokenPipeError):
+                    stream.close()
 
     def _ask(self, call: str, arguments: dict[str, Any]) -> dict[str, Any]:
         assert self._program.stdin is not None

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from peagle_jax.bench.cases import AUTO
 from peagle_jax.commands.options import add_model, add_raw
 from peagle_jax.commands.progress import progress_bar
 from peagle_jax.commands.prompts import read_prompts
@@ -59,7 +60,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"some of {', '.join(METHODS)} (%(default)s)",
     )
     cases.add_argument(
-        "--num-draft-tokens", default="1,3,5", metavar="K,..", help="drafts a step (%(default)s)"
+        "--num-draft-tokens",
+        default="1,3,5",
+        metavar="K,..",
+        help="drafts a step, or auto (%(default)s)",
     )
     cases.add_argument("--batch", default="1", metavar="N,..", help="batch sizes (%(default)s)")
     cases.add_argument(
@@ -101,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
     methods = _names(args.methods)
     cases = make_cases(
         methods,
-        _numbers("--num-draft-tokens", args.num_draft_tokens),
+        _draft_lengths(args.num_draft_tokens),
         _numbers("--batch", args.batch),
         _names(args.peers),
     )
@@ -235,7 +239,7 @@ def _peers(
             for method, source in drafters.items()
         }
         longest = max(len(request.token_ids) for request in requests)
-        most = max(case.num_draft_tokens for case in cases)
+        most = max(k for case in cases if isinstance(k := case.num_draft_tokens, int))
         told = PeerSettings(
             target,
             exported,
@@ -269,6 +273,13 @@ def _numbers(option: str, text: str) -> list[int]:
         raise InputError(
             f"{option}: found {text!r}, expected a number, or some as in 1,3,5"
         ) from None
+
+
+def _draft_lengths(text: str) -> list[int | str]:
+    names = _names(text)
+    fixed = ",".join(name for name in names if name != AUTO)
+    lengths: list[int | str] = [*_numbers("--num-draft-tokens", fixed)]
+    return lengths + [AUTO] * (AUTO in names)
 
 
 def _pythons(options: Sequence[str]) -> dict[str, str]:

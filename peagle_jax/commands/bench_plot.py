@@ -10,6 +10,8 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from peagle_jax.bench.cases import AUTO
+
 Line = dict[str, Any]
 # Parts of a step, bottom to top, and what they are called.
 SPLIT = (("draft_ms", "draft"), ("verify_ms", "verify"), ("other_ms", "other"))
@@ -45,7 +47,7 @@ def _speed(lines: Sequence[Line]) -> bytes | None:
                 if not known:
                     continue
                 color = COLORS[number % len(COLORS)]
-                if known[0][0] == 0:
+                if known[0][0] in (0, AUTO):
                     axes.axhline(known[0][1], color=color, linestyle="--", label=name)
                 else:
                     axes.plot(*zip(*known, strict=True), "o-", color=color, label=name)
@@ -128,7 +130,12 @@ def _series(lines: Sequence[Line]) -> Iterator[tuple[str, list[Line]]]:
     for line in lines:
         groups.setdefault((line["peer"], line["method"]), []).append(line)
     for (peer, method), group in groups.items():
-        yield f"{peer} {method}", sorted(group, key=lambda one: one["num_draft_tokens"])
+        fixed = [line for line in group if line["num_draft_tokens"] != AUTO]
+        if fixed:
+            yield f"{peer} {method}", sorted(fixed, key=lambda one: one["num_draft_tokens"])
+        for line in group:
+            if line["num_draft_tokens"] == AUTO:
+                yield f"{peer} {method}, K chosen", [line]
 
 
 def _tidy(axes: Axes) -> None:
