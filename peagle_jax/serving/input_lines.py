@@ -30,13 +30,19 @@ class InputLine:
     """A line that is not blank, without its end.
 
     file: as `find_inputs` names it. number: from 1. problem: why the line could not be read,
-    None where it could.
+    None where it could. name: the file as `identify` names it, "" = as `file`.
     """
 
     file: str
     number: int
     text: bytes
     problem: str | None = None
+    name: str = ""
+
+    @property
+    def place(self) -> str:
+        """Which line this is, however its file was given."""
+        return f"{self.name or self.file}:{self.number}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,20 +84,31 @@ def find_inputs(inputs: Sequence[str], exclude: Sequence[Path] = ()) -> list[str
     what names no file, or one that cannot be read.
     """
     excluded = {path.resolve() for path in exclude}
-    found: dict[str, None] = {}
+    found: dict[Path, str] = {}
     for name in inputs:
         matches = [] if name == STDIN else _matches(name)
         if name == STDIN:
-            found[STDIN] = None
+            found[Path(STDIN)] = STDIN
         elif not matches:
             raise InputError(f"{name}: found no such file, expected a JSON Lines file")
         for match in matches:
-            if Path(match).resolve() not in excluded:
+            file = Path(match).resolve()
+            if file not in excluded and file not in found:
                 _check_readable(match)
-                found[os.path.normpath(match)] = None
+                found[file] = os.path.normpath(match)
     if not found:
         raise InputError(f"{', '.join(inputs) or 'input'}: found no files, expected JSON Lines")
-    return list(found)
+    return list(found.values())
+
+
+def identify(files: Sequence[str]) -> tuple[str, list[str]]:
+    """(folder, names): the innermost folder that all files are in, absolute and free of links,
+    and each file's name in it. The same wherever a run is started and however its input is
+    given. What is no file on a disk, such as a pipe, is in no folder and keeps its name."""
+    real = {file: Path(file).resolve() for file in files if Path(file).is_file()}
+    folder = os.path.commonpath([path.parent for path in real.values()]) if real else ""
+    names = [real[file].relative_to(folder).as_posix() if file in real else file for file in files]
+    return folder, names
 
 
 def _matches(name: str) -> list[str]:
@@ -139,7 +156,7 @@ def read_lines(files: Sequence[str], shard: Shard | None = None) -> Iterator[Inp
     """
     shard = shard or Shard()
     place = 0
-    for file in files:
+    for file, name in zip(files, identify(files)[1], strict=True):
         with contextlib.ExitStack() as stack:
             number = 0
             try:
@@ -148,10 +165,10 @@ def read_lines(files: Sequence[str], shard: Shard | None = None) -> Iterator[Inp
                     own = place % shard.count == shard.index
                     place += 1
                     if own and (problem or text.strip()):
-                        yield InputLine(file, number, text, problem)
+                        yield InputLine(file, number, text, problem, name)
             except (OSError, EOFError, zlib.error) as error:
                 problem = f"found {_reason(error)}; the file was not read from here on"
-                yield InputLine(file, number + 1, b"", problem)
+                yield InputLine(file, number + 1, b"", problem, name)
 
 
 def _split(stream: io.BufferedIOBase) -> Iterator[tuple[int, bytes, str | None]]:

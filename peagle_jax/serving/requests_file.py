@@ -47,7 +47,7 @@ _OTHER_NAMES: dict[str, str | None] = {
 class BatchRequest:
     """One request of a batch.
 
-    id: as it was given, or made from file and line. params.seed is an integer.
+    id: as it was given, or made of the line's place. params.seed is an integer.
     raw: text goes to the model as it is, None = as the run does it.
     call: of a line in OpenAI's format, whose answer has that format too.
     """
@@ -140,7 +140,7 @@ def _read(value: Any, line: InputLine, defaults: SamplingParams, where: str) -> 
         if (hint := _missed(key)) is not None:
             raise InputError(f"{where}: {key}: found {shown(fields[key])}, expected {hint}")
     params = read_sampling(fields, OWN_NAMES, defaults, where)
-    name = where if given is None else given
+    name = line.place if given is None else given
     return BatchRequest(name, prompt, params, line.file, line.number)
 
 

@@ -12,7 +12,14 @@ import pytest
 
 from peagle_jax.errors import InputError
 from peagle_jax.serving import input_lines
-from peagle_jax.serving.input_lines import STDIN, InputLine, Shard, find_inputs, read_lines
+from peagle_jax.serving.input_lines import (
+    STDIN,
+    InputLine,
+    Shard,
+    find_inputs,
+    identify,
+    read_lines,
+)
 
 
 def write(path: Path, content: bytes | str) -> str:
@@ -41,9 +48,28 @@ def test_files_folders_and_patterns(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "in/x.jsonl",
     ]
     assert find_inputs([str(tmp_path / "[ab].jsonl")])[0] == str(tmp_path / "a.jsonl")
+    assert find_inputs(["a.jsonl", str(tmp_path / "a.jsonl")]) == ["a.jsonl"]
     write(Path("odd[1].jsonl"), "1\n")
     assert find_inputs(["odd[1].jsonl"]) == ["odd[1].jsonl"]  # a name first, then a pattern
     assert find_inputs([STDIN]) == [STDIN]
+
+
+def test_files_are_the_same_however_they_are_given(tmp_path: Path, monkeypatch) -> None:
+    for name in ("in/x.jsonl", "in/deep/y.jsonl"):
+        write(tmp_path / name, "1\n")
+    (tmp_path / "link").symlink_to("in")
+    expected = (str(tmp_path.resolve() / "in"), ["deep/y.jsonl", "x.jsonl"])
+    monkeypatch.chdir(tmp_path / "in")
+    for given in (["../in"], ["."], [str(tmp_path / "link")], ["deep/*", "x.jsonl"]):
+        files = find_inputs(given)
+        assert identify(files) == expected, given
+        assert [line.place for line in read_lines(files)] == ["deep/y.jsonl:1", "x.jsonl:1"]
+    assert identify(["x.jsonl"]) == (expected[0], ["x.jsonl"])
+    assert identify([STDIN]) == ("", [STDIN])
+    read, write_end = os.pipe()
+    os.close(write_end)
+    assert identify([f"/dev/fd/{read}", "x.jsonl"]) == (expected[0], [f"/dev/fd/{read}", "x.jsonl"])
+    os.close(read)
 
 
 def test_inputs_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,9 +100,9 @@ def test_inputs_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_blank_lines_line_ends_and_numbers(tmp_path: Path) -> None:
     file = write(tmp_path / "a", b"\xef\xbb\xbfone\r\n\n  \ntwo\x0bhalf \nthree")
     assert list(read_lines([file])) == [
-        InputLine(file, 1, b"one"),
-        InputLine(file, 4, b"two\x0bhalf "),
-        InputLine(file, 5, b"three"),
+        InputLine(file, 1, b"one", name="a"),
+        InputLine(file, 4, b"two\x0bhalf ", name="a"),
+        InputLine(file, 5, b"three", name="a"),
     ]
 
 
@@ -105,7 +131,7 @@ def test_a_damaged_file_ends_and_the_next_one_follows(tmp_path: Path, kind: str)
     damaged, whole = write(tmp_path / "a", packed), write(tmp_path / "b", "whole\n")
     lines = list(read_lines([damaged, whole]))
     assert lines[0].text == b"%032x" % 0
-    assert lines[-1] == InputLine(whole, 1, b"whole")
+    assert lines[-1] == InputLine(whole, 1, b"whole", name="b")
     problem = lines[-2]
     assert (problem.file, problem.number) == (damaged, len(lines) - 1)
     assert problem.problem is not None
@@ -134,7 +160,9 @@ def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
     for content in (b"1\n\n2", gzip.compress(b"1\n\n2")):
         stdin = io.TextIOWrapper(io.BufferedReader(io.BytesIO(content)))
         monkeypatch.setattr(sys, "stdin", stdin)
-        assert list(read_lines([STDIN])) == [InputLine("-", 1, b"1"), InputLine("-", 3, b"2")]
+        assert list(read_lines([STDIN])) == [
+            InputLine("-", number, text, name="-") for number, text in ((1, b"1"), (3, b"2"))
+        ]
 
 
 def test_a_pipe_is_not_read_before_its_time() -> None:
