@@ -276,11 +276,19 @@ def _is_one_prompt(prompts: Any) -> bool:
 
 
 def warn_if_nothing_accepted(outputs: Sequence[Output]) -> None:
+    """Warns where all outputs together look like those of another model's drafter."""
+    warn_if_none_accepted(
+        sum(output.stats.num_drafts for output in outputs),
+        sum(output.stats.num_accepted for output in outputs),
+        stacklevel=4,
+    )
+
+
+def warn_if_none_accepted(drafts: int, accepted: int, stacklevel: int = 3) -> None:
     """An acceptance length of exactly 1 is how a drafter for another model looks."""
-    drafts = sum(output.stats.num_drafts for output in outputs)
-    if drafts >= SUSPICIOUS_DRAFTS and not any(output.stats.num_accepted for output in outputs):
+    if drafts >= SUSPICIOUS_DRAFTS and not accepted:
         warnings.warn(
             f"none of {drafts} drafts was accepted: the drafter was probably trained for "
             "another target, or its layer ids mean other depths",
-            stacklevel=3,
+            stacklevel=stacklevel,
         )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import re
 import signal
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,9 @@ from peagle_jax import api, cli
 from peagle_jax.commands.batch import parse_bytes
 from peagle_jax.config import SamplingParams
 from peagle_jax.errors import InputError
+from peagle_jax.metrics import GenerationStats
 from peagle_jax.serving.batch import BatchRun
+from peagle_jax.serving.batch_report import Tally
 from tests.training import tiny_model
 
 LINES = [
@@ -158,3 +163,41 @@ def test_sizes(text, found) -> None:
 def test_sizes_that_are_none(text) -> None:
     with pytest.raises(InputError, match="--cache-memory: found"):
         parse_bytes(text)
+
+
+def test_watched_runs(command, target, tmp_path, capsys) -> None:
+    traces = tmp_path / "traces"
+    source = tmp_path / "in.jsonl"
+    prompt = {"token_ids": [3, 4, 5], "max_new_tokens": 12, "ignore_eos": True}
+    source.write_text("".join(json.dumps(prompt) + "\n" for _ in range(12)))
+    drafting = ["--method", "prompt-lookup", "--json"]
+    assert cli.main([*command, *drafting, "--metrics-port", "0", "--profile", str(traces)]) == 0
+    shown = capsys.readouterr()
+    assert re.search(r"^metrics      http://\S+:\d+/metrics$", shown.err, re.MULTILINE)
+    profile = json.loads(shown.out)["profile"]
+    assert profile["visits"] > 0
+    assert sum(profile["split"].values()) == pytest.approx(1)
+    assert str(traces) in profile["trace"]
+    assert "profile      " in shown.err
+    assert "host         " in shown.err
+
+
+def test_options_of_watching_are_checked_first(command, tmp_path, capsys) -> None:
+    assert cli.main([*command, "--metrics-port", "99999"]) == 2
+    assert "--metrics-port: found 99999, expected 0 to 65535" in capsys.readouterr().err
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_drafter_of_another_model_is_noticed(command, monkeypatch, capsys) -> None:
+    real, drafts = Tally.stats, 0
+
+    def stats(self, seconds: float, compile_seconds: float) -> GenerationStats:
+        found = real(self, seconds, compile_seconds)
+        return dataclasses.replace(found, num_drafts=drafts, accepted_per_position=(0, 0))
+
+    monkeypatch.setattr(Tally, "stats", stats)
+    for drafts, warned in ((64, True), (63, False)):  # noqa: B007  # `stats` looks at it
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            assert cli.main(command) == 0
+        assert ("warning: none of 64 drafts was accepted" in capsys.readouterr().err) == warned

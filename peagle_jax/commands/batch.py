@@ -7,10 +7,11 @@ import contextlib
 import dataclasses
 import json
 import signal
+import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from peagle_jax.commands.options import (
     add_drafter,
@@ -28,6 +29,11 @@ from peagle_jax.config import SamplingParams, check_num_draft_tokens, needs_draf
 from peagle_jax.errors import InputError
 from peagle_jax.hosts import Joining, Part, Team, team_of
 from peagle_jax.mesh_shape import MeshShape
+
+if TYPE_CHECKING:
+    from peagle_jax.serving.batch_report import Status
+    from peagle_jax.serving.profile import Profiler
+    from peagle_jax.serving.prometheus import MetricsServer
 
 HELP = "answer files of requests, many at a time"
 EXIT_BAD_LINES = 3
@@ -110,6 +116,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_sampling(sampling, max_new_tokens=SamplingParams().max_new_tokens, seed=0)
     add_stop(sampling)
 
+    watched = parser.add_argument_group("watching")
+    watched.add_argument(
+        "--metrics-port",
+        type=int,
+        metavar="N",
+        help="serve metrics for Prometheus at this port, 0 = a free one",
+    )
+    watched.add_argument(
+        "--profile",
+        type=Path,
+        metavar="DIR",
+        help="write a JAX trace of some steps to this folder, and say where their time went",
+    )
     parser.add_argument("--json", action="store_true", help="print the statistics as JSON")
 
 
@@ -151,8 +170,11 @@ def _answer(args: argparse.Namespace, process: Part, whole: MeshShape | None) ->
             f"--slots: found {args.slots}, expected a multiple of {num_groups}, the groups of "
             "devices that have requests of their own"
         )
-    settings = _settings(args, params, f"{shard.index}/{shard.count}")
-    with open_results(own, settings, team, mesh) as (results, errors):
+    settings = _settings(args, params, files, f"{shard.index}/{shard.count}")
+    with (
+        _metrics(args.metrics_port if team.leads else None) as metrics,
+        open_results(own, settings, team, mesh) as (results, errors),
+    ):
         drafter = args.drafter if needs_drafter(args.method) else None
         pair = api.load(target=args.model, drafter=drafter, dtype=args.dtype, mesh=mesh)
         speculator = api.make_speculator(
@@ -178,22 +200,37 @@ def _answer(args: argparse.Namespace, process: Part, whole: MeshShape | None) ->
             pair.target,
             results,
             errors,
-            model_name=args.model,
+            model_name=_absolute(args.model),
             ordered=args.ordered,
             raw=args.raw,
         )
         requests = read_requests(read_lines(files, shard), params, args.seed)
-        with progress_bar("requests") if team.leads else contextlib.nullcontext() as bar:
+        with (
+            _profiler(args.profile if team.leads else None, pair.compiled) as profiler,
+            progress_bar("requests") if team.leads else contextlib.nullcontext() as bar,
+        ):
             # What comes through a pipe can be read only once.
             countable = bar is not None and all(Path(name).is_file() for name in files)
             total = sum(1 for _ in read_lines(files, shard)) if countable else None
-            report = batch.run(
-                requests, None if bar is None else lambda done, text: bar(done, total, text)
-            )
+
+            def watch(status: Status) -> None:
+                if bar is not None:
+                    bar(status.done, total, str(status))
+                for watcher in (metrics, profiler):
+                    if watcher is not None:
+                        watcher.watch(status)
+
+            report = batch.run(requests, watch)
     if team.leads:
+        values, lines = report.to_json(), report.lines()
+        if profiler is not None:
+            profile = profiler.report()
+            values["profile"] = profile and profile.to_json()
+            lines += profile.lines() if profile else ["profile      none: the run was too short"]
         if args.json:
-            print(json.dumps(report.to_json()))
-        print("\n".join(report.lines()), file=sys.stderr)
+            print(json.dumps(values))
+        print("\n".join(lines), file=sys.stderr)
+        api.warn_if_none_accepted(report.stats.num_drafts, report.stats.num_accepted)
         if errors.count:
             print(f"bad lines    {own.errors}", file=sys.stderr)
     return EXIT_BAD_LINES if errors.count else 0
@@ -228,17 +265,21 @@ def _context(args: argparse.Namespace, most: int) -> int:
     return args.context if args.context is not None else min(_DEFAULT_CONTEXT, most)
 
 
-def _settings(args: argparse.Namespace, params: SamplingParams, shard: str) -> dict[str, Any]:
+def _settings(
+    args: argparse.Namespace, params: SamplingParams, files: Sequence[str], shard: str
+) -> dict[str, Any]:
     """What results depend on: a run that goes on with an output must have the same."""
     from peagle_jax import api
+    from peagle_jax.serving.input_lines import identify
 
+    folder, names = identify(files)
     return {
-        "input": args.input,
+        "input": {"folder": folder, "files": names},
         "shard": shard,
         "ordered": args.ordered,
         "raw": args.raw,
-        "model": args.model,
-        "drafter": args.drafter,
+        "model": _absolute(args.model),
+        "drafter": _absolute(args.drafter),
         "dtype": args.dtype or api.default_dtype(),
         "method": args.method,
         "num_draft_tokens": args.num_draft_tokens,
@@ -247,6 +288,38 @@ def _settings(args: argparse.Namespace, params: SamplingParams, shard: str) -> d
         "context": args.context,
         "sampling": dataclasses.asdict(params),
     }
+
+
+def _absolute(source: str) -> str:
+    """A model's name; where it is a path, the same from every folder."""
+    path = Path(source).expanduser()
+    return str(path.resolve()) if path.exists() else source
+
+
+@contextlib.contextmanager
+def _metrics(port: int | None) -> Iterator[MetricsServer | None]:
+    """A server of metrics, whose address is printed; None where none is asked for."""
+    if port is None:
+        yield None
+        return
+    from peagle_jax.serving.prometheus import MetricsServer
+
+    with MetricsServer(port) as server:
+        address = f"http://{socket.gethostname()}:{server.port}/metrics"
+        print(f"metrics      {address}", file=sys.stderr, flush=True)
+        yield server
+
+
+@contextlib.contextmanager
+def _profiler(folder: Path | None, executables: Mapping[Any, Any]) -> Iterator[Profiler | None]:
+    """A profiler, None where none is asked for."""
+    if folder is None:
+        yield None
+        return
+    from peagle_jax.serving.profile import Profiler
+
+    with Profiler(folder, executables) as profiler:
+        yield profiler
 
 
 @contextlib.contextmanager

@@ -174,7 +174,8 @@ class Speculator:
         """A step of k drafts."""
         # Row j of the verification decides the token at position n + 1 + j.
         positions = state.length[:, None] + 1 + jnp.arange(k + 1)
-        noise = sampling.gumbel_noise(requests, positions, self.target.vocab_size)
+        with jax.named_scope("verify"):
+            noise = sampling.gumbel_noise(requests, positions, self.target.vocab_size)
         with jax.named_scope("draft"):
             drafts, draft_logits, draft_cache, asked = self.draft(
                 params, state, requests, noise[:, :k], k

@@ -11,7 +11,7 @@ from peagle_jax.batching import check_prompt
 from peagle_jax.config import ModelConfig
 from peagle_jax.errors import InputError
 from peagle_jax.metrics import GenerationStats
-from peagle_jax.serving.batch_report import BatchReport, Tally
+from peagle_jax.serving.batch_report import BatchReport, Status, Tally
 from peagle_jax.serving.engine_protocol import Engine
 from peagle_jax.serving.id_set import IdSet
 from peagle_jax.serving.input_order import InputOrder
@@ -111,12 +111,12 @@ class BatchRun:
     def run(
         self,
         requests: Iterable[BatchRequest | BadLine],
-        progress: Callable[[int, str], None] | None = None,
+        watch: Callable[[Status], None] | None = None,
     ) -> BatchReport:
         """Answers all requests whose results are not there yet; then every result is on the disk.
 
-        A request that cannot be served is one more bad line. `progress` is called with the
-        lines that are done and a text, after each visit to the device.
+        A request that cannot be served is one more bad line. `watch` is called after each visit
+        to the device.
 
         Raises OSError where the disk does not take results; those that were done are kept.
         """
@@ -139,13 +139,8 @@ class BatchRun:
             if self._clock() - committed >= COMMIT_SECONDS:
                 self._results.commit()
                 committed = self._clock()
-            if progress:
-                now = stats()
-                progress(
-                    self._done,
-                    f"{now.tokens_per_second:.0f} tokens/s, "
-                    f"acceptance length {now.acceptance_length:.2f}",
-                )
+            if watch:
+                watch(self._status(stats(), self._engine.wait_seconds - waited))
         self._results.commit()
         return self._tally.report(
             stats(),
@@ -159,6 +154,25 @@ class BatchRun:
         """Lines whose results are on the disk, or that have none."""
         new = len(self._results.done) - self._before
         return self._tally.skipped + new + self._errors.count
+
+    def _status(self, stats: GenerationStats, wait_seconds: float) -> Status:
+        scheduler, shape = self._scheduler, self._engine.shape
+        pages = (shape.num_pages - 1) * shape.num_groups
+        return Status(
+            done=self._done,
+            answered=self._tally.answered,
+            skipped=self._tally.skipped,
+            bad_lines=self._errors.count,
+            prompt_tokens=self._tally.prompt_tokens,
+            stats=stats,
+            waiting=scheduler.num_waiting,
+            running=scheduler.num_running,
+            slots=shape.num_slots,
+            used_pages=pages - scheduler.num_free_pages,
+            pages=pages,
+            counters=dataclasses.replace(scheduler.counters),
+            wait_seconds=wait_seconds,
+        )
 
     def _feed(self, rest: Iterator[BatchRequest | BadLine]) -> bool:
         """Takes requests in while there is room for them; whether there are no more."""

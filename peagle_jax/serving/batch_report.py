@@ -64,6 +64,39 @@ class Tally:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class Status:
+    """How far a run is, of this process alone. Counts of tokens and drafts are those of
+    requests that have ended.
+
+    done: lines whose results are on the disk, or that have none.
+    waiting, running: requests that were read, without a slot and with one; slots: of these at
+      most so many run.
+    used_pages, pages: of the cache, the null page in neither.
+    Others are as in BatchReport.
+    """
+
+    done: int
+    answered: int
+    skipped: int
+    bad_lines: int
+    prompt_tokens: int
+    stats: GenerationStats
+    waiting: int
+    running: int
+    slots: int
+    used_pages: int
+    pages: int
+    counters: Counters
+    wait_seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.stats.tokens_per_second:.0f} tokens/s, "
+            f"acceptance length {self.stats.acceptance_length:.2f}"
+        )
+
+
 def _quantiles(values: array.array[float]) -> dict[str, float]:
     if not values:
         return {}
@@ -80,7 +113,7 @@ class BatchReport:
       compilation.
     latency, first_token: percentiles in seconds, from a request's slot on: to its end, and
       until its first token was seen. Empty where nothing was answered.
-    wait_seconds: how long the host waited for the device.
+    wait_seconds: how long the host waited for the device; it had work of its own in the rest.
     """
 
     answered: int
@@ -98,6 +131,11 @@ class BatchReport:
         """Share of slots that decoded, over all steps."""
         busy = self.counters.slot_steps
         return busy / max(1, busy + self.counters.idle_slot_steps)
+
+    @property
+    def host_seconds(self) -> float:
+        """How long the host did not wait for the device. The device may have worked meanwhile."""
+        return max(0.0, self.stats.seconds - self.wait_seconds)
 
     @property
     def input_tokens_per_second(self) -> float:
@@ -126,6 +164,7 @@ class BatchReport:
             "first_token": self.first_token,
             "occupancy": self.occupancy,
             "wait_seconds": self.wait_seconds,
+            "host_seconds": self.host_seconds,
             **dataclasses.asdict(self.counters),
         }
 
@@ -152,6 +191,11 @@ class BatchReport:
             if values:
                 shown = ", ".join(f"{key} {value:.2f} s" for key, value in values.items())
                 lines.append(f"{name:<12} {shown}")
+        if stats.seconds > 0:
+            lines.append(
+                f"host         {self.host_seconds:.1f} s busy, waited {self.wait_seconds:.1f} s "
+                "for the device"
+            )
         if counters.steps:
             lines.append(
                 f"slots        {100 * self.occupancy:.0f} % occupied over {counters.steps} steps; "

@@ -147,6 +147,7 @@ def init(
     return pools, free(slots, jnp.ones(num_slots, bool))
 
 
+@jax.named_scope("prefill")
 def prefill(
     params: Params, pools: Pools, slots: SlotState, chunks: ChunkArrays, *, speculator: Speculator
 ) -> tuple[Pools, SlotState]:
@@ -175,6 +176,7 @@ def prefill(
     return _pools(out.cache, drafted), slots
 
 
+@jax.named_scope("insert")
 def insert(
     params: Params, slots: SlotState, new: InsertionArrays, *, speculator: Speculator
 ) -> SlotState:

@@ -11,7 +11,7 @@ import pytest
 
 from peagle_jax.config import SamplingParams
 from peagle_jax.serving.batch import BatchRun
-from peagle_jax.serving.batch_report import BatchReport
+from peagle_jax.serving.batch_report import BatchReport, Status
 from peagle_jax.serving.engine_protocol import EngineShape
 from peagle_jax.serving.errors_file import ErrorsFile
 from peagle_jax.serving.input_lines import InputLine
@@ -69,7 +69,7 @@ def run(
             policy=Policy(2, 8),
             **options,
         )
-        report = batch.run(requests, lambda done, text: seen.append((done, text)))
+        report = batch.run(requests, lambda status: seen.append((status.done, str(status))))
     return report, seen
 
 
@@ -118,6 +118,7 @@ def test_every_request_is_answered_once(tmp_path: Path, ordered) -> None:
     assert report.latency["p99"] >= report.latency["p50"] >= report.first_token["p50"] >= 0
     assert report.wait_seconds == report.counters.steps / 2 * 0.5
     assert report.to_json()["answered"] == 60
+    assert report.host_seconds == max(0.0, report.stats.seconds - report.wait_seconds)
     text = "\n".join(report.lines())
     assert text.startswith("60 answered; ")
     assert f"tokens out   {num_tokens} (" in text
@@ -230,10 +231,10 @@ def test_few_requests_are_in_memory(tmp_path: Path, ordered) -> None:
             policy=Policy(1, 8),
         )
 
-        def progress(done: int, text: str) -> None:
-            answered[0] = done
+        def watch(status: Status) -> None:
+            answered[0] = status.done
 
-        batch.run(source(), progress)
+        batch.run(source(), watch)
     assert len(read(tmp_path / "out.jsonl")) == 401
     # Slots, as many that wait, those of a visit; in order also what came before the first.
     assert most[0] <= (64 + 16 * 3 if ordered else 3 + 8 + 3 + 1)
