@@ -5,4 +5,4 @@ Modules import only light things at the top, jax and transformers inside `run`, 
 `peagle --help` is instant. A new command is a new module and its name here.
 """
 
-COMMANDS = ("generate", "batch", "bench", "convert", "inspect", "distill", "eval", "train")
+COMMANDS = ("generate", "batch", "bench", "convert", "inspect", "distill", "eval", "train", "plan")
