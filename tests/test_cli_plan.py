@@ -85,7 +85,6 @@ def test_what_does_not_fit_ends_with_1(capsys) -> None:
         (["--method", "p-eagle"], "method: found 'p-eagle', but no drafter is loaded"),
         (["--acceptance-length", "9"], "--acceptance-length: found 9.0, expected 1 to 1"),
         (["--model", "nowhere/model/folder"], "nowhere/model/folder: found no such"),
-        (["--compile", "--mesh", "data=2,model=2"], "--compile: found "),
     ],
 )
 def test_bad_options_are_one_line(small, capsys, options, message) -> None:

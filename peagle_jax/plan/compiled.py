@@ -7,7 +7,6 @@ chip, kernels included; parameters and arrays are shapes alone.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib.util
 import re
 import time
@@ -17,18 +16,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh
 
 from pallas_kernels.target import Target, compile_for
 from peagle_jax.decoding.generate import PREFILL_CHUNK
-from peagle_jax.decoding.sampling import RequestArrays
+from peagle_jax.decoding.placement import drafter_sharding, target_shardings
 from peagle_jax.errors import InputError
 from peagle_jax.models import decoder, drafter
 from peagle_jax.plan.estimate import GIB, MeshPlan
-from peagle_jax.serving import device
+from peagle_jax.serving import device, programs
 from peagle_jax.serving.device import ChunkArrays, InsertionArrays
 from peagle_jax.serving.engine_protocol import EngineShape
 from peagle_jax.serving.scheduler import Policy
+from peagle_jax.sharding import make_inference_mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,33 +67,24 @@ class Compiled:
 
 
 def compile_programs(plan: MeshPlan) -> list[Compiled]:
-    """Prefill, insert and step of one data group.
-
-    Raises InputError without libtpu, and for groups of several devices.
-    """
+    """Prefill, insert and step over the plan's mesh. Raises InputError without libtpu."""
     if not _has_compiler():
         raise InputError(
             "--compile: found no libtpu package, which has the TPU compiler; expected it from "
             "pip install libtpu"
         )
-    if plan.mesh.group_size > 1:
-        raise InputError(
-            f"--compile: found the mesh {plan.mesh}, expected one without model and expert: "
-            "programs of one device are compiled"
-        )
     topology = plan.job.topology
-    described = topologies.get_topology_desc(platform="tpu", topology_name=topology.chip.topology)
-    place = SingleDeviceSharding(described.devices[0])
+    described = topologies.get_topology_desc(platform="tpu", topology_name=topology.name)
+    mesh = make_inference_mesh(plan.mesh, described.devices)
     target = Target("tpu", topology.kind, topology.chip.cores)
     found = []
-    for name, function, donated, arguments in _programs(plan):
-        given = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), arguments
-        )
+    for function, arguments, static in _programs(plan, mesh):
         begin = time.monotonic()
         with compile_for(target):
-            lowered = jax.jit(function, donate_argnums=donated).lower(*given)
-            one = _compile(name, lowered)
+            lowered = programs.lower(
+                function, mesh, arguments, speculator=plan.job.speculator, **static
+            )
+            one = _compile(function.__name__, lowered)
         found.append(dataclasses.replace(one, seconds=time.monotonic() - begin))
     return found
 
@@ -125,49 +116,44 @@ def _compile(name: str, lowered: Any) -> Compiled:
 
 
 def _programs(
-    plan: MeshPlan,
-) -> Iterator[tuple[str, Callable[..., Any], tuple[int, ...], tuple[Any, ...]]]:
-    """(name, function, donated arguments, arguments), of a group's own sizes."""
-    job, speculator = plan.job, plan.job.speculator
-    slots, dtype = job.slots // plan.mesh.data, jnp.dtype(speculator.dtype)
-    pages = 1 + min(plan.pages_needed, max(plan.pages_that_fit, job.pages_a_slot))
+    plan: MeshPlan, mesh: Mesh
+) -> Iterator[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]]:
+    """(function, abstract arguments, statics), with the arrays of all groups."""
+    job, speculator, groups = plan.job, plan.job.speculator, plan.mesh.data
+    dtype = jnp.dtype(speculator.dtype)
     shape = EngineShape(
-        slots,
-        pages,
-        job.page_size,
-        job.context,
-        speculator.num_draft_tokens,
+        num_slots=job.slots,
+        num_pages=1 + min(plan.pages_needed, max(plan.pages_that_fit, job.pages_a_slot)),
+        page_size=job.page_size,
+        context=job.context,
+        num_draft_tokens=speculator.num_draft_tokens,
+        num_groups=groups,
         pending_rows=speculator.pending_rows,
     )
-    params = {"target": decoder.abstract_params(speculator.target, dtype)}
+    abstract = decoder.abstract_params(speculator.target, dtype)
+    params = {"target": _placed(abstract, target_shardings(speculator.target, abstract, mesh))}
     if speculator.drafter:
-        params["drafter"] = drafter.abstract_params(speculator.drafter, dtype)
-    pools, state = jax.eval_shape(
-        functools.partial(device.init, speculator, slots, pages, job.page_size, job.context)
-    )
+        own = drafter.abstract_params(speculator.drafter, dtype)
+        place = drafter_sharding(speculator.drafter, own, mesh)
+        params["drafter"] = _placed(own, jax.tree.map(lambda _: place, own))
+    pools, state = jax.eval_shape(lambda: programs.init(speculator, shape, mesh))
 
     def array(*sizes: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(sizes, dtype)
 
-    chunks: Any = {name: array(1) for name in ("slot", "start", "counts")}
-    chunks |= {name: array(1, PREFILL_CHUNK) for name in ("tokens", "following")}
-    chunk = ChunkArrays(**chunks, tables=array(1, shape.pages_a_slot))
-    yield (
-        "prefill",
-        functools.partial(device.prefill, speculator=speculator),
-        (1, 2),
-        (params, pools, state, chunk),
+    chunks: Any = {name: array(groups) for name in ("slot", "start", "counts")}
+    chunks |= {name: array(groups, PREFILL_CHUNK) for name in ("tokens", "following")}
+    chunk = ChunkArrays(**chunks, tables=array(groups, shape.pages_a_slot))
+    yield device.prefill, (params, pools, state, chunk), {}
+    new = InsertionArrays(array(job.slots, dtype=bool), array(job.slots), state.requests)
+    yield device.insert, (params, state, new), {}
+    tables = array(job.slots, shape.pages_a_slot)
+    yield device.step, (params, pools, state, tables), {"num_steps": Policy().steps_a_visit}
+
+
+def _placed(abstract: Any, shardings: Any) -> Any:
+    return jax.tree.map(
+        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+        abstract,
+        shardings,
     )
-    columns: Any = {
-        field.name: getattr(state.requests, field.name)
-        for field in dataclasses.fields(RequestArrays)
-    }
-    new = InsertionArrays(array(slots, dtype=bool), array(slots), RequestArrays(**columns))
-    yield (
-        "insert",
-        functools.partial(device.insert, speculator=speculator),
-        (1,),
-        (params, state, new),
-    )
-    step = functools.partial(device.step, speculator=speculator, num_steps=Policy().steps_a_visit)
-    yield "step", step, (1, 2), (params, pools, state, array(slots, shape.pages_a_slot))
