@@ -33,9 +33,11 @@ from peagle_jax.sharding import make_inference_mesh
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """A program, in bytes of one device. in_place: results that take the place of arguments.
+    """A program, in bytes of one device.
 
-    refusal: the compiler's reason, "" where it fits.
+    in_place: results that take the place of arguments. beside: weights, pages and slots that
+    the program does not take, and that lie in memory meanwhile: prefill needs no head, insertion
+    no page. refusal: the compiler's reason, "" where it fits.
     """
 
     name: str
@@ -43,13 +45,15 @@ class Compiled:
     results: int = 0
     in_place: int = 0
     temporaries: int = 0
+    beside: int = 0
     seconds: float = 0.0
     refusal: str = ""
 
     @property
     def total(self) -> int:
         """What is held at once; of a refused program its temporaries."""
-        return self.arguments + self.results - self.in_place + self.temporaries
+        new = self.results - self.in_place + self.temporaries
+        return self.arguments + self.beside + new
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -62,7 +66,8 @@ class Compiled:
             return f"{head} refused: {self.refusal}"
         return (
             f"{head} {self.total / GIB:.2f} of {available / GIB:.2f} GiB: arguments "
-            f"{self.arguments / GIB:.2f}, temporaries {self.temporaries / GIB:.2f}"
+            f"{self.arguments / GIB:.2f}, temporaries {self.temporaries / GIB:.2f}, beside it "
+            f"{self.beside / GIB:.2f}"
         )
 
 
@@ -85,8 +90,22 @@ def compile_programs(plan: MeshPlan) -> list[Compiled]:
                 function, mesh, arguments, speculator=plan.job.speculator, **static
             )
             one = _compile(function.__name__, lowered)
-        found.append(dataclasses.replace(one, seconds=time.monotonic() - begin))
+        beside = max(0, _resident(plan) - one.arguments) if not one.refusal else 0
+        seconds = time.monotonic() - begin
+        found.append(dataclasses.replace(one, beside=beside, seconds=seconds))
     return found
+
+
+def _resident(plan: MeshPlan) -> int:
+    """Bytes that an engine holds from start to end."""
+    drafter = plan.drafter.total if plan.drafter else 0
+    pages = _num_pages(plan) * plan.page_bytes
+    return plan.weights.total + drafter + plan.slot_bytes + pages
+
+
+def _num_pages(plan: MeshPlan) -> int:
+    """Of a group, the null page too: as many as fit, and no fewer than one request needs."""
+    return 1 + min(plan.pages_needed, max(plan.pages_that_fit, plan.job.pages_a_slot))
 
 
 def _has_compiler() -> bool:
@@ -123,7 +142,7 @@ def _programs(
     dtype = jnp.dtype(speculator.dtype)
     shape = EngineShape(
         num_slots=job.slots,
-        num_pages=1 + min(plan.pages_needed, max(plan.pages_that_fit, job.pages_a_slot)),
+        num_pages=_num_pages(plan),
         page_size=job.page_size,
         context=job.context,
         num_draft_tokens=speculator.num_draft_tokens,

@@ -41,11 +41,19 @@ def test_the_compiler_counts_as_the_plan_does(tmp_path) -> None:
     (plan,) = found["meshes"]
     compiled = {one["name"]: one for one in found["compiled"]}
     assert list(compiled) == ["prefill", "insert", "step"]
-    weights = sum(plan["weights"].values())
+    weights = plan["weights"]
     pages = (plan["pages_needed"] + 1) * plan["page_bytes"]
-    for name in ("prefill", "step"):
-        counted = weights + pages + plan["slot_bytes"]
-        assert compiled[name]["arguments"] == pytest.approx(counted, rel=0.02)
+    all_bytes = sum(weights.values()) + pages + plan["slot_bytes"]
+    # Prefill multiplies with no head, insertion with nothing else, and looks at no page.
+    for name, taken, written in (
+        ("prefill", all_bytes - weights["head"], pages),
+        ("insert", weights["head"], 0),
+        ("step", all_bytes, pages),
+    ):
+        one = compiled[name]
+        assert one["arguments"] == pytest.approx(taken, rel=0.02), name
+        assert one["arguments"] + one["beside"] == pytest.approx(all_bytes, rel=0.02), name
         # Pages and slots are written in place.
-        assert compiled[name]["in_place"] == pytest.approx(pages, rel=0.02)
-        assert compiled[name]["total"] < plan["hbm_bytes"]
+        assert one["in_place"] == pytest.approx(written, rel=0.02, abs=1e6), name
+        assert one["total"] == pytest.approx(all_bytes + one["temporaries"], rel=0.02), name
+    assert compiled["step"]["temporaries"] > 0
