@@ -198,8 +198,7 @@ def _lines(
             f"need there is room for {chosen.pages_that_fit}; at most {chosen.most_slots} requests"
         )
     lines.append("tokens/s are upper bounds from published rates, no predictions")
-    for one in compiled or ():
-        lines.append(one.line(chosen.hbm_bytes))
+    lines += [program.line(chosen.hbm_bytes) for program in compiled or ()]
     return lines
 
 

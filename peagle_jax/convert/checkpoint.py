@@ -108,12 +108,12 @@ def resolve_shardings(sharding: Shardings, opened: Checkpoint) -> dict[str, Any]
     return layouts.flatten(sharding)
 
 
-def _read_once(tensor: LazyTensor) -> Callable[[tuple[slice, ...]], np.ndarray]:
+def _read_once(tensor: LazyTensor) -> Callable[[Any], np.ndarray]:
     """Boxes of a tensor, of whose rows none is read, and dequantised, twice: what is cut along
     another axis, or goes to several devices, is cut from the same rows."""
     held: dict[Any, np.ndarray] = {}
 
-    def part(index: tuple[slice, ...]) -> np.ndarray:
+    def part(index: Any) -> np.ndarray:
         rows, *inner = index
         key = rows.indices(tensor.shape[0])
         if key not in held:

@@ -157,7 +157,7 @@ def _programs(
         params["drafter"] = _placed(own, jax.tree.map(lambda _: place, own))
     pools, state = jax.eval_shape(lambda: programs.init(speculator, shape, mesh))
 
-    def array(*sizes: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+    def array(*sizes: int, dtype: Any = jnp.int32) -> Any:
         return jax.ShapeDtypeStruct(sizes, dtype)
 
     chunks: Any = {name: array(groups) for name in ("slot", "start", "counts")}

@@ -205,7 +205,8 @@ class PagedEngine:
 
     def _set_step_costs(self, costs: Float[np.ndarray, "lengths"]) -> None:
         # On the host, from where a program takes it to wherever it belongs.
-        self._slots = dataclasses.replace(self._slots, step_costs=np.asarray(costs, np.float32))
+        row: Any = np.asarray(costs, np.float32)
+        self._slots = dataclasses.replace(self._slots, step_costs=row)
 
     def _seconds_a_step(self, costs: Float[np.ndarray, "lengths"], num_steps: int) -> float:
         """Of a sequence alone: steps compute all slots, whether they decode or not."""

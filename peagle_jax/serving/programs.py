@@ -32,16 +32,15 @@ _SIGNATURES: dict[Callable[..., Any], tuple[tuple[str, ...], tuple[str, ...]]] =
 _DONATED = ("pools", "slots")
 
 _GROUPS = PartitionSpec(DATA)
+_OF_SLOTS: Any = {
+    field.name: PartitionSpec() if field.name == "step_costs" else _GROUPS
+    for field in dataclasses.fields(SlotState)
+}
 # Of each kind what is split over `data`: all but parameters, and what slots have in common.
 _SPECS: dict[str, Any] = {
     "params": PartitionSpec(),
     "pools": _GROUPS,
-    "slots": SlotState(
-        **{
-            field.name: PartitionSpec() if field.name == "step_costs" else _GROUPS
-            for field in dataclasses.fields(SlotState)
-        }
-    ),
+    "slots": SlotState(**_OF_SLOTS),
     "host": _GROUPS,
 }
 

@@ -72,7 +72,7 @@ class MetricsServer:
             ) from None
         self._status: Status | None = None
         registry = prometheus_client.CollectorRegistry(auto_describe=False)
-        registry.register(self)  # type: ignore[arg-type]  # all that is asked for is `collect`
+        registry.register(self)  # all that is asked for is `collect`
         try:
             self._server, self._thread = prometheus_client.start_http_server(
                 port, addr=address, registry=registry

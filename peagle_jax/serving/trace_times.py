@@ -80,7 +80,8 @@ def read_times(trace: Path, programs: Iterable[Program]) -> DeviceTimes | None:
 
 def device_times(data: Any, programs: list[Program]) -> DeviceTimes | None:
     """Times in a `jax.profiler.ProfileData`."""
-    busy, totals, num_devices = 0.0, collections.Counter[str](), 0
+    totals: dict[str, float] = collections.defaultdict(float)
+    busy, num_devices = 0.0, 0
     for plane in data.planes:
         events = _operations(plane)
         if not events:
@@ -89,7 +90,7 @@ def device_times(data: Any, programs: list[Program]) -> DeviceTimes | None:
         by_program: dict[Any, list[tuple[str, str, float, float]]] = collections.defaultdict(list)
         for module, key, op, begin, seconds in events:
             by_program[module, key].append((module, op, begin, seconds))
-        own = collections.Counter[str]()
+        own: dict[str, float] = collections.defaultdict(float)
         spans: list[tuple[float, float]] = []
         for (module, _), runs in by_program.items():
             scopes = _best(module, {op for _, op, _, _ in runs}, programs)
@@ -123,12 +124,12 @@ def _operations(plane: Any) -> list[tuple[str, Any, str, float, float]]:
         begins = [run[0] for run in runs]
         found = []
         for event in lines["XLA Ops"].events:
-            op = _EVENT.match(event.name)
+            operation = _EVENT.match(event.name)
             at = bisect.bisect_right(begins, event.start_ns) - 1
-            if op and at >= 0:
+            if operation and at >= 0:
                 _, module, key = runs[at]
                 begin, seconds = event.start_ns / 1e9, event.duration_ns / 1e9
-                found.append((module, key, op[1], begin, seconds))
+                found.append((module, key, operation[1], begin, seconds))
         return found
     found = []
     for line in plane.lines:
