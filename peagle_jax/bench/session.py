@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from peagle_jax.bench.cases import OWN, Case, Measurement, Parts, Run
@@ -31,7 +31,7 @@ class EngineError(RuntimeError):
 
 
 def measure(
-    engines: dict[str, Engine],
+    engines: Mapping[str, Engine],
     cases: Sequence[Case],
     repeats: int,
     progress: Progress | None = None,

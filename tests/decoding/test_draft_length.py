@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from peagle_jax import step_costs
+from peagle_jax.batching import Batch
 from peagle_jax.config import SamplingParams
 from peagle_jax.decoding import draft_length, generate, sampling
 from peagle_jax.decoding.draft_length import FIRST_RATE, MOST_PENDING, WEIGHT
@@ -26,7 +27,7 @@ def models() -> Tiny:
     return tiny.make(draft_vocab_size=16)
 
 
-def batch(params: SamplingParams = SamplingParams(), new: int = NEW) -> tiny.Batch:
+def batch(params: SamplingParams = SamplingParams(), new: int = NEW) -> Batch:
     each = [
         SamplingParams(
             temperature=params.temperature, seed=row, max_new_tokens=new, ignore_eos=True
