@@ -64,9 +64,10 @@ def wrong_results() -> Iterator[str]:
     """The cases of the tests whose compiled kernels differ from the reference."""
     from tests.kernels.contract import assert_close
     from tests.kernels.test_cache_write import TestWriteCache
+    from tests.kernels.test_cod_attention import TestCodAttention
     from tests.kernels.test_verify_attention import TestVerifyAttention
 
-    for suite in (TestVerifyAttention, TestWriteCache):
+    for suite in (TestVerifyAttention, TestWriteCache, TestCodAttention):
         for case in suite.CASES:
             for dtype in case.dtypes:
                 call = case.call(dtype)

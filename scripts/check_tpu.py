@@ -117,8 +117,8 @@ def check(workload: Workload, implementation: Implementation, kind: str, device:
             row.trouble = "no kernel in the program"
         elif workload.bound is not None and row.ratio > workload.bound:
             row.trouble = f"moves {row.ratio:.2f} times its floor, at most {workload.bound}"
-        elif row.temporary >= max(SMALL, *caches):
-            row.trouble = f"{row.temporary} bytes of temporaries: a cache is copied"
+        elif row.temporary >= (workload.temporaries or max(SMALL, *caches)):
+            row.trouble = f"{row.temporary} bytes of temporaries: a large array is copied"
         elif workload.donated and memory.alias_size_in_bytes < held / 4:
             row.trouble = "the result does not take the place of its argument"
     return row

@@ -6,6 +6,7 @@ weights once, and nothing in between.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.cache_write import write_cache, write_cache_paged
+from pallas_kernels.cod_attention import cod_attention
 from pallas_kernels.verify_attention import verify_attention, verify_attention_paged
 
 Shapes = Mapping[str, jax.ShapeDtypeStruct]
@@ -30,6 +32,8 @@ class Workload:
       flops: operations that must be done.
       donated: the shapes that the result takes the place of.
       bound: most bytes over `moved` that pass, None where no bound is set.
+      temporaries: most bytes of HBM beside arguments and results that pass; None: fewer than
+        the largest array, which is then not copied.
     """
 
     kernel: str
@@ -41,6 +45,7 @@ class Workload:
     static: Mapping[str, Any] = field(default_factory=dict)
     donated: tuple[str, ...] = ()
     bound: float | None = None
+    temporaries: int | None = None
 
     @property
     def title(self) -> str:
@@ -120,6 +125,51 @@ def write(
     return Workload("cache_write", name, function, shapes, 4 * nbytes(new), 0, donated=names)
 
 
+def cod_gradients(q: Any, keys: Any, values: Any, own: Any, d_out: Any, **others: Any) -> Any:
+    """Output of training attention, and the gradients of what it is given."""
+
+    def attend(*given: Any) -> Any:
+        q, keys, values, own = given
+        return cod_attention(q=q, keys=keys, values=values, own=own, **others)
+
+    (out, weights), pull_back = jax.vjp(attend, q, keys, values, own)
+    return out, pull_back((d_out, weights))
+
+
+def training(name: str, length: int, depths: int, gradient: bool) -> Workload:
+    """Training attention of one document; 64 query and 8 key heads of 64, as in the released
+    drafters for gpt-oss; elements of `depths` depths as COD sampling keeps them (r = 0.7,
+    r_min = 0.2)."""
+    heads, kv_heads, dim, spec = 64, 8, 64, jax.ShapeDtypeStruct
+    rows = length + sum(math.ceil(length * max(0.7**d, 0.2) - 1e-6) for d in range(1, depths))
+    q = spec((1, rows, heads, dim), jnp.bfloat16)
+    keys = spec((1, kv_heads, length, dim), jnp.bfloat16)
+    shapes = {
+        "q": q,
+        "keys": keys,
+        "values": keys,
+        "anchor": spec((1, rows), jnp.int32),
+        "depth": spec((rows,), jnp.int32),
+        "documents": spec((1, length), jnp.int32),
+        "own": spec((1, rows, kv_heads, heads // kv_heads, depths - 1), jnp.float32),
+    }
+    moved = 2 * nbytes(q) + 2 * nbytes(keys)
+    if gradient:
+        shapes["d_out"] = q
+        moved *= 2
+    # Two products of scores forward, five backward, over the half that is seen.
+    products = 7 if gradient else 2
+    return Workload(
+        "cod_attention",
+        name,
+        cod_gradients if gradient else cod_attention,
+        shapes,
+        moved + 2 * nbytes(shapes["own"]) * (1 + gradient),
+        products * heads * rows * length * dim,
+        temporaries=(8 if gradient else 4) * nbytes(q),
+    )
+
+
 WORKLOADS: tuple[Workload, ...] = (
     attention("decode b1 8k", 1, 1, 8192),
     attention("verify b1 1k", 1, 8, 1024),
@@ -151,4 +201,7 @@ WORKLOADS: tuple[Workload, ...] = (
     write("b8 8k d64", 8, 8, 8192, 64),
     write("paged b8 8k, pages of 16", 8, 8, 8192, page=16),
     write("paged b8 8k d64, pages of 128", 8, 8, 8192, 64, page=128),
+    training("pass over 8k", 8192, 1, gradient=False),
+    training("K=8, 8k, gradients", 8192, 8, gradient=True),
+    training("K=8, 20k, gradients", 20480, 8, gradient=True),
 )

@@ -1,4 +1,4 @@
-"""What an element of P-EAGLE training sees, and attention under that mask.
+"""The rows of a pass of P-EAGLE training, and attention among them.
 
 Element (anchor a, depth d) stands at position a + d. It sees depth 0 up to its anchor and its
 own chain up to itself, in its document: exactly the rows that a draft step whose last real row
@@ -9,7 +9,7 @@ depth 0, told by comparing two integers, and the K - 1 at most of its own chain.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,16 +17,10 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.cod_attention import MASKED, Implementation, cod_attention, visible
 from peagle_jax.config import BlockConfig
 from peagle_jax.models.attention import Attend
 from peagle_jax.training.cod import Chains
-
-Implementation = Literal["reference"]
-
-MASKED = -1e30  # finite: -inf would turn a row that sees nothing (padding) into NaN
-# Scores that exist at once: rows are taken in blocks of as many as give this many, all heads
-# together, so that a block's few arrays stay in a CPU's cache and out of the way of the rest.
-SCORES = 1 << 21
 
 
 @struct.dataclass
@@ -83,31 +77,6 @@ class SegmentRows:
     def depth_0(self) -> SegmentRows:
         """The same without chains."""
         return self.replace(chains=self.chains.none)  # type: ignore[attr-defined]
-
-
-def visible(
-    query_anchor: Any,
-    query_depth: Any,
-    key_anchor: Any,
-    key_depth: Any,
-    same_document: Any,
-    window: int | None,
-) -> Bool[Array, "..."]:
-    """Whether the query element sees the key element; arguments broadcast.
-
-    `window` is in positions, as in decoding: a row sees itself and the `window - 1` positions
-    before it, of its own chain too. Indices in a packed row stand for positions, since
-    the rows of a document are neighbours.
-    """
-    seen = jnp.where(
-        key_depth == 0,
-        key_anchor <= query_anchor,
-        (key_anchor == query_anchor) & (key_depth <= query_depth),
-    )
-    seen &= same_document
-    if window is not None:
-        seen &= key_anchor + key_depth > query_anchor + query_depth - window
-    return seen
 
 
 def segment_attends(
@@ -167,24 +136,26 @@ def chain_attention(
     Args:
       q, k, v: rotated; of every row, depth 0 first. heads is a multiple of kv_heads.
       base: keys and values of depth 0 by index, this call's own among them.
-      implementation: None picks by platform; an explicit choice never falls back.
-        "reference" is plain JAX; scores of a block of rows exist at a time, in the
-        backward pass too.
+      implementation: of the attention over depth 0; see `pallas_kernels.cod_attention`.
 
     Raises:
-      NotImplementedError: `implementation` is one that does not exist here.
+      NotImplementedError: `implementation` is one that does not exist, or not for these
+        arguments on this device.
     """
-    if implementation not in (None, "reference"):
-        raise NotImplementedError(
-            f"chain_attention: implementation {implementation!r} is not available; "
-            "supported: 'reference'"
-        )
     slots, size = rows.chains.slots, rows.size
     own = _own_scores(q[:, size:], k[:, size:], slots, window)
     # Depth 0 has no chain of its own: its row there is among the keys of depth 0.
     own = jnp.pad(own, ((0, 0), (size, 0), (0, 0), (0, 0), (0, 0)), constant_values=MASKED)
-    out, weights = attend_in_blocks(
-        q, base.keys, base.values, rows.anchor, rows.depth, rows.documents, window, own
+    out, weights = cod_attention(
+        q,
+        base.keys,
+        base.values,
+        rows.anchor,
+        rows.depth,
+        rows.documents,
+        own,
+        window=window,
+        implementation=implementation,
     )
     if not slots:
         return out
@@ -193,83 +164,6 @@ def chain_attention(
     below = _by_element(below, slots, v.shape[0], v.shape[2])
     below = below.reshape(out[:, size:].shape).astype(out.dtype)
     return jnp.concatenate([out[:, :size], out[:, size:] + below], axis=1)
-
-
-def attend_in_blocks(
-    q: Float[Array, "batch rows heads dim"],
-    keys: Float[Array, "batch kv_heads length dim"],
-    values: Float[Array, "batch kv_heads length dim"],
-    anchor: Int[Array, "batch rows"],
-    depth: Int[np.ndarray, "rows"],
-    documents: Int[Array, "batch length"],
-    window: int | None,
-    own: Float[Array, "batch rows kv_heads group own"],
-    query_block: int | None = None,
-) -> tuple[Float[Array, "batch rows heads dim"], Float[Array, "batch rows kv_heads group own"]]:
-    """Attention over depth 0, sharing its softmax with scores that are already there.
-
-    Args:
-      anchor, depth: of every row; see `visible`.
-      own: each row's scores over keys of its own, MASKED where there is none.
-      query_block: rows whose scores exist at once; None = as many as SCORES allows, in eights.
-
-    Returns:
-      The part of the output that the keys of depth 0 give, and the weights of `own`.
-    """
-    batch, num_rows, heads, dim = q.shape
-    kv_heads, length = keys.shape[1:3]
-    group = heads // kv_heads
-    query_block = query_block or max(8, SCORES // (batch * heads * length) // 8 * 8)
-    blocks = -(-num_rows // query_block)
-    size = -(-num_rows // blocks)
-    index = jnp.arange(length)
-    # Blocks see a cast of a float32 copy: what they add to the gradient of keys and values is
-    # then added in float32. A sum of a thousand blocks in bfloat16 is wrong by percents.
-    wide = keys.astype(jnp.float32), values.astype(jnp.float32)
-    dtype = values.dtype
-
-    def one_block(block: tuple[Array, ...]) -> tuple[Array, Array]:
-        rows, at, deep, extra = block
-        keys, values = (x.astype(dtype) for x in wide)
-        document = jnp.take_along_axis(documents, at, axis=1)
-        seen = visible(
-            at[:, :, None],
-            deep[:, :, None],
-            index,
-            0,
-            document[:, :, None] == documents[:, None],
-            window,
-        )
-        # All query heads of a group are rows of one product per key head.
-        grouped = (rows * dim**-0.5).reshape(batch, size, kv_heads, group, dim)
-        grouped = grouped.transpose(0, 2, 3, 1, 4).reshape(batch, kv_heads, group * size, dim)
-        scores = _product("bkrd,bktd->bkrt", grouped, keys)
-        scores = scores.reshape(batch, kv_heads, group, size, length)
-        scores = jnp.where(seen[:, None, None], scores, MASKED)
-        extra = extra.transpose(0, 2, 3, 1, 4)
-        top = jnp.max(scores, axis=-1, keepdims=True)
-        top = jnp.maximum(top, jnp.max(extra, axis=-1, keepdims=True, initial=MASKED))
-        top = jax.lax.stop_gradient(top)
-        scores, extra = jnp.exp(scores - top), jnp.exp(extra - top)
-        total = jnp.sum(scores, -1, keepdims=True) + jnp.sum(extra, -1, keepdims=True)
-        scores = scores.astype(values.dtype).reshape(batch, kv_heads, group * size, length)
-        out = _product("bkrt,bktd->bkrd", scores, values)
-        out = out.reshape(batch, kv_heads, group, size, dim) / total
-        out = out.transpose(0, 3, 1, 2, 4).reshape(batch, size, heads, dim).astype(q.dtype)
-        return out, (extra / total).transpose(0, 3, 1, 2, 4)
-
-    def split(x: Array) -> Array:
-        padded = jnp.pad(x, ((0, 0), (0, blocks * size - num_rows), *[(0, 0)] * (x.ndim - 2)))
-        return jnp.moveaxis(padded.reshape(x.shape[0], blocks, size, *x.shape[2:]), 1, 0)
-
-    inputs = jax.tree.map(split, (q, anchor, jnp.asarray(depth)[None], own))
-    # The backward pass computes a block's scores again instead of keeping them.
-    outputs = jax.lax.map(jax.checkpoint(one_block, prevent_cse=False), inputs)
-    out, weights = (
-        jnp.moveaxis(x, 0, 1).reshape(batch, blocks * size, *x.shape[3:])[:, :num_rows]
-        for x in outputs
-    )
-    return out, weights
 
 
 def _own_scores(

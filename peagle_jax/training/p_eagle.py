@@ -13,13 +13,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels.cod_attention import Implementation
 from peagle_jax.config import DrafterConfig, ModelConfig
 from peagle_jax.errors import InputError
 from peagle_jax.training.batch import PackedBatch
 from peagle_jax.training.cod import Chains, ChainSampling, sample_chains
 from peagle_jax.training.elements import element_loss
 from peagle_jax.training.loss import DepthSums, LossConfig
-from peagle_jax.training.masks import Implementation, Kept, SegmentRows, no_keys, segment_attends
+from peagle_jax.training.masks import Kept, SegmentRows, no_keys, segment_attends
 from peagle_jax.training.networks import Networks
 from peagle_jax.training.params import Params
 from peagle_jax.training.partition import accumulate

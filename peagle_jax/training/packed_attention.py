@@ -1,8 +1,8 @@
 """Attention of whole passes over packed documents: the target's, and an autoregressive drafter's.
 
-In such a drafter's pass j the row at index i is element (anchor i, depth j) of `masks.visible`:
-it stands j positions further on and sees what it saw in pass 0, and its own rows of passes
-1 .. j. That is what it would find in its cache when decoding.
+In such a drafter's pass j the row at index i is element (anchor i, depth j) of
+`cod_attention.visible`: it stands j positions further on and sees what it saw in pass 0, and its
+own rows of passes 1 .. j. That is what it would find in its cache when decoding.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.cod_attention import MASKED, cod_attention, visible
 from peagle_jax.models.attention import Attend
-from peagle_jax.training.masks import MASKED, attend_in_blocks, visible
 
 KeyValue = tuple[
     Float[Array, "batch length kv_heads dim"], Float[Array, "batch length kv_heads dim"]
@@ -27,7 +27,8 @@ def attend_packed(
 ) -> Attend:
     """Attention of one pass over every row; carries the pass's own (keys, values).
 
-    Scores of `query_block` rows exist at a time, in the backward pass too.
+    A device's own kernel where it has one; else scores of `query_block` rows exist at a time, in
+    the backward pass too.
 
     Args:
       documents: document of every row; rows see only their own.
@@ -51,16 +52,16 @@ def attend_packed(
             scores = jnp.concatenate(
                 [scores, jnp.broadcast_to(of_head, (*grouped.shape[:-1], 1))], axis=-1
             )
-        out, weights = attend_in_blocks(
+        out, weights = cod_attention(
             q,
             jnp.swapaxes(keys, 1, 2),
             jnp.swapaxes(values, 1, 2),
             jnp.broadcast_to(jnp.arange(length), (batch, length)),
             np.full(length, depth, np.int32),
             documents,
-            window,
             scores,
-            query_block,
+            window=window,
+            query_block=query_block,
         )
         for index, (_, own) in enumerate(chain):
             part = weights[..., index, None] * own[:, :, :, None].astype(jnp.float32)

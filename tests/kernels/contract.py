@@ -17,6 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.target import NATIVE, Implementation, Target, compile_for
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "int32": 0.0, "bool": 0.0}
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 PLATFORMS = {implementation: platform for platform, implementation in NATIVE.items()}
 
 
@@ -54,7 +55,13 @@ class Call:
         """What the kernel makes of the poisoned arrays in interpret mode."""
         target = Target(PLATFORMS[implementation], interpret=interpret)
         with compile_for(target):
-            return jax.jit(lambda arrays: self.bound(implementation)(**arrays))(dict(self.arrays))
+            return self.program(implementation)(dict(self.arrays))
+
+    def program(self, implementation: Implementation) -> Callable[..., Any]:
+        """The function of a dict of arrays, compiled quickly: interpreted kernels compile for
+        longer than they run."""
+        bound = self.bound(implementation)
+        return jax.jit(lambda arrays: bound(**arrays), compiler_options=QUICK)
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,13 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.cache_write import write_cache, write_cache_paged
+from pallas_kernels.cod_attention import cod_attention
 from pallas_kernels.target import NATIVE, Target, compile_for
 from pallas_kernels.verify_attention import verify_attention, verify_attention_paged
 
 # Axis of the heads of each argument.
 HEADS = {"q": 2, "new_keys": 2, "new_values": 2, "keys": 1, "values": 1, "sinks": 0}
-HEADS |= {"key_pages": 1, "value_pages": 1}
+HEADS |= {"key_pages": 1, "value_pages": 1, "own": 2}
 
 
 def spec(name: str) -> P:
@@ -66,6 +67,14 @@ def main() -> None:
     check(verify_attention_paged, q | pages | {"page_table": table}, heads)
     check(write_cache, new | cache | {"start": start}, split)
     check(write_cache_paged, new | pages | {"start": start, "page_table": table}, split)
+    rows = {
+        "q": normal(batch, page, 16, dim),
+        "own": normal(batch, page, kv_heads, 2, 1),
+        "anchor": jnp.tile(jnp.arange(page), (batch, 1)) + 16,
+        "depth": jnp.ones(page, jnp.int32),
+        "documents": jnp.tile(jnp.arange(capacity) // 20, (batch, 1)),
+    }
+    check(cod_attention, rows | cache, (heads, spec("own")))
     print("equal")  # noqa: T201  # what the parent looks for
 
 

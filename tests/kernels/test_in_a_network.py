@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -14,6 +15,11 @@ from peagle_jax.config import BlockConfig, ModelConfig
 from peagle_jax.models import decoder
 from peagle_jax.models.cache import KVCache
 from peagle_jax.models.decoder import Decoder
+from peagle_jax.training.cod import ChainSampling, sample_chains
+from peagle_jax.training.loss import LossConfig
+from peagle_jax.training.p_eagle import PEagleObjective
+from tests.kernels.contract import QUICK
+from tests.training import dense_reference as dense
 
 BLOCK = BlockConfig(32, 32, 2, 2, 1, 128, windows=(None, 12))
 CONFIG = ModelConfig(BLOCK, 64, max_positions=256)
@@ -43,3 +49,35 @@ def test_a_pass_of_a_network(platform):
     assert "pallas_call" not in plain
     assert program.count("name=verify_attention") == BLOCK.num_layers
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("platform", ["tpu", "gpu"])
+def test_a_gradient_of_training_in_segments(platform):
+    """Packed documents, chains, keys of an earlier segment, a layer with a window."""
+    config = dense.drafter_config()
+    block = dataclasses.replace(config.block, head_dim=64, windows=(9,))
+    config = dataclasses.replace(config, block=block)
+    batch = dense.packed_batch([[5, 18, 9]], 32)
+    sampling = ChainSampling(3, 0.8, 0.3, over="all", segments=2)
+    chains = sample_chains(sampling, batch, jax.random.key(1))
+    objective = PEagleObjective(config, dense.TARGET, sampling, LossConfig(block_size=32))
+    trained, frozen = dense.drafter_params(config)
+    view = dense.random_view(batch, config)
+
+    def run(target: Target) -> tuple[str, Any]:
+        def gradient(trained: Any) -> Any:
+            return objective.gradient(
+                trained, frozen, dense.target_params(), batch, view, chains, 3.0
+            )
+
+        with compile_for(target):
+            program = jax.jit(gradient, compiler_options=QUICK)
+            return str(program.trace(trained).jaxpr), program(trained)
+
+    plain, (loss, _, want) = run(Target("cpu"))
+    program, (got_loss, _, got) = run(Target(platform, interpret=True))
+    assert "pallas_call" not in plain
+    for kernel in ("cod_attention", "cod_attention_d_queries", "cod_attention_d_keys"):
+        assert f"name={kernel}\n" in program or f"name={kernel} " in program
+    np.testing.assert_allclose(got_loss, loss, rtol=1e-5)
+    dense.assert_trees_close(got, want, 1e-5)

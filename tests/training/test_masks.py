@@ -9,13 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.cod_attention import cod_attention, visible
 from peagle_jax.training.masks import (
     BaseKeys,
     SegmentRows,
-    attend_in_blocks,
     chain_attention,
     read_rows,
-    visible,
     write_rows,
 )
 from tests.training.dense_reference import chains_of, sees
@@ -100,8 +99,8 @@ def test_blocks_of_any_size_give_the_same(query_block: int | None) -> None:
     keys, values = (jnp.swapaxes(x[:, :10], 1, 2) for x in (k, v))
     own = jnp.asarray(np.random.default_rng(2).standard_normal((1, 17, 2, 2, 3)), jnp.float32)
     assert len(listed) == 17
-    out, weights = attend_in_blocks(
-        q, keys, values, rows.anchor, rows.depth, rows.documents, None, own, query_block
+    out, weights = cod_attention(
+        q, keys, values, rows.anchor, rows.depth, rows.documents, own, query_block=query_block
     )
     for i, (a, _) in enumerate(listed):
         seen = [b for b in range(a + 1) if DOCUMENTS[0, b] == DOCUMENTS[0, a]]
@@ -130,8 +129,8 @@ def test_many_blocks_add_up_in_float32() -> None:
             none = jnp.zeros((1, length, 2, 2, 0))
             depth, documents = np.zeros(length, np.int32), jnp.ones((1, length), jnp.int32)
             keys, values = (jnp.swapaxes(x, 1, 2) for x in (k, v))
-            out, _ = attend_in_blocks(
-                q, keys, values, at, depth, documents, None, none, query_block
+            out, _ = cod_attention(
+                q, keys, values, at, depth, documents, none, query_block=query_block
             )
             return jnp.sum(out.astype(jnp.float32) * probe.astype(jnp.float32))
 
@@ -156,5 +155,5 @@ def test_an_implementation_that_is_not_there_is_refused() -> None:
     base = BaseKeys(*(jnp.swapaxes(x[:, :10], 1, 2) for x in (k, v)))
     chain_attention(q, k, v, base, rows, implementation="reference")
     unchecked: Any = getattr(chain_attention, "__wrapped__", chain_attention)
-    with pytest.raises(NotImplementedError, match="'pallas_tpu' is not available"):
-        unchecked(q, k, v, base, rows, implementation="pallas_tpu")
+    with pytest.raises(NotImplementedError, match="'pallas_metal' is not available"):
+        unchecked(q, k, v, base, rows, implementation="pallas_metal")

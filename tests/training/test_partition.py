@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from peagle_jax.training import masks
+from pallas_kernels.cod_attention import reference
 from peagle_jax.training.cod import Chains, ChainSampling, sample_chains
 from peagle_jax.training.loss import LossConfig
 from peagle_jax.training.p_eagle import PEagleObjective
@@ -82,7 +82,7 @@ def test_memory_falls_with_the_number_of_segments(monkeypatch: pytest.MonkeyPatc
     """The temporary memory of the compiled step: parameters are small here, and blocks of
     scores too, so that it is the activations'. It must fall nearly as 1 / S; what is kept of
     every position, and the target's states, stay."""
-    monkeypatch.setattr(masks, "SCORES", 1 << 17)
+    monkeypatch.setattr(reference, "SCORES", 1 << 17)
     config = dense.drafter_config()
     length = 4096
     batch = dense.packed_batch([[length]], length)

@@ -1,0 +1,60 @@
+"""Block sizes of training attention, and what each backend covers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pallas_kernels.target import Target
+
+HEAD_DIMS = (64, 128)
+DTYPES = ("bfloat16", "float32")
+COLUMNS = 1024  # of a tile: enough rows that a block of keys is read for
+SCORES = 1 << 19  # of a tile and a block at once: 2 MiB of float32 in VMEM, four times backwards
+
+
+@dataclass(frozen=True)
+class TpuBlocks:
+    """Tiling of the TPU kernels.
+
+    Attributes:
+      rows: rows of a tile, each with all heads of a group; a multiple of 128.
+      keys: keys of a block; a multiple of 128.
+    """
+
+    rows: int
+    keys: int
+
+
+@dataclass(frozen=True)
+class GpuBlocks:
+    """Tiling of the GPU kernels.
+
+    Attributes:
+      rows: rows of a tile, a power of two, at least 16; one head at a time.
+      keys: keys of a block, likewise.
+      warps, stages: Triton's warps a program and depth of its load pipeline.
+    """
+
+    rows: int
+    keys: int
+    warps: int = 4
+    stages: int = 2
+
+
+def limit(dim: int, q_dtype: str, keys_dtype: str, values_dtype: str) -> str | None:
+    """What every Pallas implementation supports, where the arguments are something else."""
+    if dim not in HEAD_DIMS:
+        return f"supports head_dim 64 and 128, found {dim}"
+    found = sorted({q_dtype, keys_dtype, values_dtype})
+    if len(found) > 1 or found[0] not in DTYPES:
+        names = " and ".join(found)
+        return f"supports {' or '.join(DTYPES)} for queries, keys and values, found {names}"
+    return None
+
+
+def heuristic_blocks(target: Target, group: int, dtype: str) -> TpuBlocks | GpuBlocks:
+    """The tiling of a target's own kernels for `group` query heads a key head."""
+    if target.platform == "gpu":
+        return GpuBlocks(64, 64) if dtype == "bfloat16" else GpuBlocks(32, 32)
+    rows = max(128, COLUMNS // group // 128 * 128)
+    return TpuBlocks(rows, max(128, SCORES // (rows * group) // 128 * 128))
