@@ -9,7 +9,9 @@ from pallas_kernels.target import Target
 HEAD_DIMS = (64, 128)
 DTYPES = ("bfloat16", "float32")
 COLUMNS = 1024  # of a tile: enough rows that a block of keys is read for
-SCORES = 1 << 19  # of a tile and a block at once: 2 MiB of float32 in VMEM, four times backwards
+# Scores of a tile and a block: 2 MiB of float32 in VMEM, several times over backwards. Products of
+# float32 operands split them into parts, which need room too.
+SCORES = {"bfloat16": 1 << 19, "float32": 1 << 18}
 
 
 @dataclass(frozen=True)
@@ -57,4 +59,4 @@ def heuristic_blocks(target: Target, group: int, dtype: str) -> TpuBlocks | GpuB
     if target.platform == "gpu":
         return GpuBlocks(64, 64) if dtype == "bfloat16" else GpuBlocks(32, 32)
     rows = max(128, COLUMNS // group // 128 * 128)
-    return TpuBlocks(rows, max(128, SCORES // (rows * group) // 128 * 128))
+    return TpuBlocks(rows, max(128, SCORES[dtype] // (rows * group) // 128 * 128))
