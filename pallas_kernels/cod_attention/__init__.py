@@ -64,8 +64,7 @@ def cod_attention(
     def limit() -> str | None:
         return shapes.limit(dim, q.dtype.name, keys.dtype.name, values.dtype.name)
 
-    limits = {"pallas_tpu": limit, "pallas_gpu": limit}
-    chosen = choose("cod_attention", implementation, limits)
+    chosen = choose("cod_attention", implementation, {"pallas_tpu": limit, "pallas_gpu": limit})
     if chosen == "reference":
         return reference.cod_attention(
             q, keys, values, anchor, depth, documents, own, window=window, query_block=query_block

@@ -247,15 +247,14 @@ def test_arrays_are_turned_back():
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("dim", "dtype", "message"),
     [
-        ({"dim": 32}, "supports head_dim 64 and 128, found 32"),
-        ({"dtype": jnp.float16}, "supports bfloat16 or float32 .* found float16"),
+        (32, jnp.float32, "supports head_dim 64 and 128, found 32"),
+        (64, jnp.float16, "supports bfloat16 or float32 .* found float16"),
     ],
 )
-def test_what_a_kernel_does_not_cover_is_refused(change, message):
-    dtype = change.pop("dtype", jnp.float32)
-    call = training([[9]], 9, **change)(np.random.default_rng(0), dtype)
+def test_what_a_kernel_does_not_cover_is_refused(dim, dtype, message):
+    call = training([[9]], 9, dim=dim, slots=())(np.random.default_rng(0), dtype)
     with compile_for(Target("tpu", interpret=True)):
         with pytest.raises(NotImplementedError, match=message):
             call.function(**call.arrays, implementation="pallas_tpu")
