@@ -130,7 +130,9 @@ class TestCodAttention(KernelContract):
     ]
 
     @settings(
-        max_examples=3, deadline=None, suppress_health_check=[HealthCheck.differing_executors]
+        max_examples=3,
+        deadline=None,
+        suppress_health_check=[HealthCheck.differing_executors, HealthCheck.too_slow],
     )
     @given(data=st.data())
     def test_any_shape_equals_the_reference(self, data):
