@@ -15,8 +15,10 @@ import jax.numpy as jnp
 
 from pallas_kernels.cache_write import write_cache, write_cache_paged
 from pallas_kernels.verify_attention import verify_attention, verify_attention_paged
+from pallas_kernels.verify_sample import Filters, reject_drafts, sample_tokens
+from peagle_jax.models.layers import argmax_out_in
 
-Shapes = Mapping[str, jax.ShapeDtypeStruct]
+Shapes = Mapping[str, Any]  # trees of jax.ShapeDtypeStruct
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class Workload:
       flops: operations that must be done.
       donated: the shapes that the result takes the place of.
       bound: most bytes over `moved` that pass, None where no bound is set.
+      own_kernel: False where XLA's own program is what counts: see docs/kernels.md.
     """
 
     kernel: str
@@ -41,6 +44,7 @@ class Workload:
     static: Mapping[str, Any] = field(default_factory=dict)
     donated: tuple[str, ...] = ()
     bound: float | None = None
+    own_kernel: bool = True
 
     @property
     def title(self) -> str:
@@ -48,9 +52,9 @@ class Workload:
         return f"{self.kernel} {self.name}"
 
 
-def nbytes(shape: jax.ShapeDtypeStruct) -> int:
-    """Bytes of an array, without padding."""
-    return shape.size * shape.dtype.itemsize
+def nbytes(shapes: Any) -> int:
+    """Bytes of an array or a tree of them, without padding."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
 
 
 def attention(
@@ -120,6 +124,55 @@ def write(
     return Workload("cache_write", name, function, shapes, 4 * nbytes(new), 0, donated=names)
 
 
+def asked(batch: int, rows: int, vocab: int) -> dict[str, Any]:
+    """What every sampling kernel takes."""
+    spec = jax.ShapeDtypeStruct
+    kinds = (jnp.float32, jnp.int32, jnp.float32, jnp.float32)
+    return {
+        "logits": spec((batch, rows, vocab), jnp.float32),
+        "filters": Filters(*(spec((batch,), kind) for kind in kinds)),
+        "keys": spec((batch, rows, 2), jnp.uint32),
+    }
+
+
+def draw(name: str, batch: int, rows: int, vocab: int = 128256, *, ids: bool = False) -> Workload:
+    """Tokens drawn from logits, over the vocabulary of Llama 3 where no other is named. Its
+    operations are not those of a matrix unit, which a floor counts."""
+    shapes = asked(batch, rows, vocab)
+    if ids:
+        shapes["token_ids"] = jax.ShapeDtypeStruct((vocab,), jnp.int32)
+    moved = nbytes(shapes["logits"])
+    return Workload("verify_sample", name, sample_tokens, shapes, moved, 0, bound=1.15)
+
+
+def reject(name: str, batch: int, drafts: int, vocab: int, *, sampled: bool) -> Workload:
+    """The rejection rule; sampled drafts bring their own logits."""
+    spec = jax.ShapeDtypeStruct
+    shapes = asked(batch, drafts + 1, vocab)
+    shapes["drafts"] = spec((batch, drafts), jnp.int32)
+    shapes["accept_noise"] = spec((batch, drafts), jnp.float32)
+    shapes["draft_logits"] = shapes["logits"] if sampled else None
+    moved = nbytes(shapes["logits"]) + nbytes(shapes["draft_logits"])
+    return Workload("verify_sample", name, reject_drafts, shapes, moved, 0, bound=1.15)
+
+
+def head(name: str, rows: int, vocab: int, hidden: int = 4096) -> Workload:
+    """A head and its argmax, by XLA."""
+    spec = jax.ShapeDtypeStruct
+
+    def function(x: Any, kernel: Any, implementation: str) -> Any:
+        assert implementation == "reference"
+        return argmax_out_in(x, kernel)
+
+    shapes = {
+        "x": spec((rows, hidden), jnp.bfloat16),
+        "kernel": spec((vocab, hidden), jnp.bfloat16),
+    }
+    flops = 2 * rows * vocab * hidden
+    moved = nbytes(shapes["kernel"])
+    return Workload("head", name, function, shapes, moved, flops, bound=1.05, own_kernel=False)
+
+
 WORKLOADS: tuple[Workload, ...] = (
     attention("decode b1 8k", 1, 1, 8192),
     attention("verify b1 1k", 1, 8, 1024),
@@ -151,4 +204,13 @@ WORKLOADS: tuple[Workload, ...] = (
     write("b8 8k d64", 8, 8, 8192, 64),
     write("paged b8 8k, pages of 16", 8, 8, 8192, page=16),
     write("paged b8 8k d64, pages of 128", 8, 8, 8192, 64, page=128),
+    draw("draw b1", 1, 8),
+    draw("draw b8", 8, 8),
+    draw("draw b8, 201088 tokens", 8, 8, 201088),
+    draw("draw b8, draft vocabulary", 8, 8, 32000, ids=True),
+    reject("reject b8", 8, 7, 128256, sampled=False),
+    reject("reject b8, sampled drafts", 8, 7, 128256, sampled=True),
+    head("draft, 8 rows", 8, 32000),
+    head("draft, 64 rows", 64, 32000),
+    head("target, 72 rows", 72, 128256),
 )
