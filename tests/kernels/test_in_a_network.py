@@ -47,7 +47,9 @@ def test_a_pass_of_a_network(platform):
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("verification", ["coupled", "rejection"])
+@pytest.mark.parametrize(
+    "verification", ["coupled", pytest.param("rejection", marks=pytest.mark.slow)]
+)
 def test_a_generation_draws_the_same_tokens(verification):
     """Whole generations: the first token, drafts of a smaller vocabulary, and either rule."""
     models = tiny.make(vocab_size=24, draft_vocab_size=17, head_noise=0.5)

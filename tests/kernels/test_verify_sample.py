@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from pallas_kernels.target import Implementation, Target, compile_for
+from pallas_kernels.target import NATIVE, Implementation, Target, compile_for
 from pallas_kernels.verify_sample import (
     Blocks,
     Filters,
@@ -108,7 +108,7 @@ class TestVerifySample(KernelContract):
     def test_drawn_requests(self, platform):
         """One compiled call, whatever is asked for; quarters make equal logits common."""
         shape = (3, 2, 190)
-        implementation = f"pallas_{platform}"
+        implementation = NATIVE[platform]
         own = functools.partial(
             sample_tokens, implementation=implementation, **SMALL[implementation]
         )
