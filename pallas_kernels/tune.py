@@ -3,7 +3,8 @@
     python -m pallas_kernels.tune [--output FILE] [--quick]
 
 Verification attention at decode, verify and prefill sizes, head_dim 64 and 128, float32 and
-bfloat16; a size's entry is the tiling with the least total time over batch 1 and 8.
+bfloat16; sampling and rejection. A size's entry is the tiling with the least total time over
+batch 1 and 8.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,37 +26,69 @@ import jax.numpy as jnp
 from pallas_kernels import tuned
 from pallas_kernels.target import NATIVE, current_target
 from pallas_kernels.verify_attention import shapes, verify_attention
+from pallas_kernels.verify_sample import Filters, reject_drafts, sample_tokens
+from pallas_kernels.verify_sample import shapes as sample_shapes
 
 CONTEXT, HEADS, KV_HEADS = 8192, 32, 8
 ROWS: Mapping[str, int] = {"decode": 1, "verify": 8, "prefill": 64}
-CANDIDATES: Mapping[str, Mapping[str, tuple[int, ...]]] = {
+SAMPLED_ROWS, VOCAB = 8, 128256
+Fields = Mapping[str, tuple[int, ...]]
+ATTENTION: Mapping[str, Fields] = {
     "gpu": {"slots": (32, 64, 128), "warps": (4, 8), "stages": (2, 3, 4)},
     "tpu": {"block_bytes": (128 << 10, 256 << 10, 512 << 10, 1 << 20)},
 }
+SAMPLING: Mapping[str, Fields] = {
+    "gpu": {"chunk": (1024, 2048, 4096), "warps": (4, 8, 16)},
+    "tpu": {"chunk": (1024, 2048, 4096)},
+}
 
 
-def candidates(platform: str, quick: bool) -> Iterator[dict[str, int]]:
+@dataclass(frozen=True)
+class Call:
+    """A kernel at one size.
+
+    Attributes:
+      function: the kernel's public function.
+      arrays: its arguments by name.
+      blocks: the tiling that some fields of an entry make.
+    """
+
+    function: Callable[..., Any]
+    arrays: Mapping[str, Any]
+    blocks: Callable[[Mapping[str, Any]], Any]
+
+
+@dataclass(frozen=True)
+class Size:
+    """An entry of the table: its key, the values of its fields by platform, and what is timed."""
+
+    key: str
+    fields: Mapping[str, Fields]
+    calls: Callable[[], list[Call]]  # the arrays live no longer than they are measured
+
+
+def candidates(fields: Fields, quick: bool) -> Iterator[dict[str, int]]:
     """Every choice of the fields that an entry may hold; with `quick`, one in three."""
-    fields = CANDIDATES[platform]
     for index, values in enumerate(itertools.product(*fields.values())):
         if not quick or index % 3 == 0:
             yield dict(zip(fields, values, strict=True))
 
 
-def time_of(arrays: Mapping[str, Any], blocks: Any, repeats: int = 5, inner: int = 5) -> float:
+def time_of(call: Call, blocks: Any, repeats: int = 5, inner: int = 5) -> float:
     """Median seconds of a call, infinite where the tiling does not compile or fit."""
     implementation = NATIVE[current_target().platform]
-    call = jax.jit(
-        lambda given: verify_attention(**given, implementation=implementation, blocks=blocks)
+    run = jax.jit(
+        lambda given: call.function(**given, implementation=implementation, blocks=blocks)
     )
+    arrays = dict(call.arrays)
     try:
-        jax.block_until_ready(call(arrays))
+        jax.block_until_ready(run(arrays))
     except Exception:  # out of registers or VMEM: whatever the compiler throws, it is not the best
         return float("inf")
 
     def once() -> float:
         began = time.perf_counter()
-        jax.block_until_ready([call(arrays) for _ in range(inner)])
+        jax.block_until_ready([run(arrays) for _ in range(inner)])
         return (time.perf_counter() - began) / inner
 
     return statistics.median(once() for _ in range(repeats))
@@ -72,24 +106,69 @@ def inputs(batch: int, rows: int, dim: int, dtype: Any) -> dict[str, Any]:
     }
 
 
-def best(rows: int, dim: int, dtype: Any, quick: bool) -> tuple[str, dict[str, int]]:
-    """The table's key of a size, and the fields that were fastest."""
-    target = current_target()
-    totals: list[tuple[float, dict[str, int]]] = []
-    sizes = [inputs(batch, rows, dim, dtype) for batch in (1, 8)]
-    name = jnp.dtype(dtype).name
-    problems = [
-        shapes.Problem(
-            arrays["q"].shape[0], rows, HEADS, KV_HEADS, dim, CONTEXT, CONTEXT, name, name
+def attention(rows: int, dim: int, dtype: Any) -> Size:
+    """Verification attention of so many rows."""
+    target, name = current_target(), jnp.dtype(dtype).name
+
+    def problem(batch: int) -> shapes.Problem:
+        return shapes.Problem(batch, rows, HEADS, KV_HEADS, dim, CONTEXT, CONTEXT, name, name)
+
+    def call(batch: int) -> Call:
+        one = problem(batch)
+        return Call(
+            verify_attention,
+            inputs(batch, rows, dim, dtype),
+            lambda fields: shapes.blocks_with(one, target, fields),
         )
-        for arrays in sizes
-    ]
-    for fields in candidates(target.platform, quick):
-        total = 0.0
-        for problem, arrays in zip(problems, sizes, strict=True):
-            total += time_of(arrays, shapes.blocks_with(problem, target, fields))
+
+    return Size(problem(1).key, ATTENTION, lambda: [call(batch) for batch in (1, 8)])
+
+
+def sampling(drafted: bool) -> Size:
+    """Drawing or, `drafted`, rejecting: every filter switched on."""
+    target, drafts = current_target(), SAMPLED_ROWS - 1
+
+    def problem(batch: int) -> sample_shapes.Problem:
+        return sample_shapes.Problem(batch * SAMPLED_ROWS, VOCAB, "float32", drafted)
+
+    def call(batch: int) -> Call:
+        words = jax.random.split(jax.random.key(0), (batch, SAMPLED_ROWS))
+        logits = 4 * jax.random.normal(jax.random.key(1), (*words.shape, VOCAB), jnp.float32)
+        filters = Filters(
+            *(jnp.full((batch,), value) for value in (0.8, 50, 0.95, 0.01)),
+        )
+        arrays = {"logits": logits, "filters": filters, "keys": jax.random.key_data(words)}
+        if drafted:
+            arrays["drafts"] = jnp.zeros((batch, drafts), jnp.int32)
+            arrays["accept_noise"] = jnp.full((batch, drafts), 0.5)
+            arrays["draft_logits"] = logits
+        one = problem(batch)
+        return Call(
+            reject_drafts if drafted else sample_tokens,
+            arrays,
+            lambda fields: sample_shapes.blocks_with(one, target, fields),
+        )
+
+    return Size(problem(1).key, SAMPLING, lambda: [call(batch) for batch in (1, 8)])
+
+
+def sizes() -> Iterator[Size]:
+    """Everything that has an entry."""
+    for rows, dim, dtype in itertools.product(
+        ROWS.values(), shapes.HEAD_DIMS, (jnp.bfloat16, jnp.float32)
+    ):
+        yield attention(rows, dim, dtype)
+    yield from map(sampling, (False, True))
+
+
+def best(size: Size, quick: bool) -> dict[str, int]:
+    """The fields that were fastest."""
+    calls = size.calls()
+    totals: list[tuple[float, dict[str, int]]] = []
+    for fields in candidates(size.fields[current_target().platform], quick):
+        total = sum(time_of(call, call.blocks(fields)) for call in calls)
         totals.append((total, fields))
-    return problems[0].key, min(totals, key=lambda pair: pair[0])[1]
+    return min(totals, key=lambda pair: pair[0])[1]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -99,16 +178,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="a third of the candidates")
     options = parser.parse_args(arguments)
     target = current_target()
-    if target.platform not in CANDIDATES:
+    if target.platform not in NATIVE:
         sys.stderr.write(f"nothing to tune on platform {target.platform!r}: gpu and tpu only\n")
         return 2
     found = dict(tuned.table().get(target.device_kind, {}))
-    for rows, dim, dtype in itertools.product(
-        ROWS.values(), shapes.HEAD_DIMS, (jnp.bfloat16, jnp.float32)
-    ):
-        key, fields = best(rows, dim, dtype, options.quick)
-        found[key] = fields
-        sys.stderr.write(f"{target.device_kind}  {key}  {fields}\n")
+    for size in sizes():
+        found[size.key] = best(size, options.quick)
+        sys.stderr.write(f"{target.device_kind}  {size.key}  {found[size.key]}\n")
     result = dict(tuned.table()) | {target.device_kind: found}
     partial = options.output.with_suffix(".part")
     partial.write_text(json.dumps(result, indent=1, sort_keys=True) + "\n", encoding="utf-8")

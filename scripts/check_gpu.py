@@ -9,9 +9,9 @@ First the cases of tests/kernels, compiled for this GPU instead of interpreted. 
 attention of 8 rows at batch 1, 8, 32, context 1k, 8k, 32k, head_dim 64 and 128 in bfloat16,
 beside XLA's program, jax.nn.dot_product_attention (its cuDNN form too, where it takes the shape),
 jax's own decode attention kernel (which has no causal mask among the rows: a speed to compare
-with, not a result) and, where torch has it, flash_attn_with_kvcache. Ends with 1 on a wrong
-result, or where the kernel stays under 80% of the measured copy bandwidth although the cache is
-larger than 256 MiB.
+with, not a result) and, where torch has it, flash_attn_with_kvcache; then sampling beside XLA's
+program. Ends with 1 on a wrong result, or where attention stays under 80% of the measured copy
+bandwidth although the cache is larger than 256 MiB.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import jax
 import jax.numpy as jnp
 import numpy as np
-from kernel_workloads import Workload, attention
+from kernel_workloads import WORKLOADS, Workload, attention
+
+from pallas_kernels.verify_sample import Filters
 
 ROOT = Path(__file__).resolve().parent.parent
 LARGE = 256 * 2**20
@@ -66,8 +68,9 @@ def wrong_results() -> Iterator[str]:
     from tests.kernels.test_cache_write import TestWriteCache
     from tests.kernels.test_cod_attention import TestCodAttention
     from tests.kernels.test_verify_attention import TestVerifyAttention
+    from tests.kernels.test_verify_sample import TestVerifySample
 
-    for suite in (TestVerifyAttention, TestWriteCache, TestCodAttention):
+    for suite in (TestVerifyAttention, TestWriteCache, TestCodAttention, TestVerifySample):
         for case in suite.CASES:
             for dtype in case.dtypes:
                 call = case.call(dtype)
@@ -133,9 +136,25 @@ def rivals(arrays: dict[str, jax.Array]) -> Iterator[tuple[str, Callable[[], Any
     yield "flash_attn", flash
 
 
+def sampling_arrays(workload: Workload) -> dict[str, Any]:
+    """Random logits, keys and ids; every filter switched on."""
+
+    def random(shape: jax.ShapeDtypeStruct) -> jax.Array:
+        if shape.dtype == jnp.float32:
+            return 4 * jax.random.normal(jax.random.key(0), shape.shape)
+        return jax.random.bits(jax.random.key(1), shape.shape).astype(shape.dtype) % 1000
+
+    arrays: dict[str, Any] = jax.tree.map(random, dict(workload.shapes))
+    batch = arrays["logits"].shape[0]
+    asked = (0.8, 50, 0.95, 0.01)
+    arrays["filters"] = Filters(*(jnp.full((batch,), value) for value in asked))
+    return arrays
+
+
 def measured(workload: Workload, bandwidth: float) -> dict[str, Any]:
     """Times of a workload and of its rivals, in microseconds."""
-    arrays = arrays_of(workload)
+    samples = workload.kernel == "verify_sample"
+    arrays = sampling_arrays(workload) if samples else arrays_of(workload)
     row: dict[str, Any] = {"workload": workload.title, "bytes": workload.moved, "us": {}}
 
     def take(name: str, call: Callable[[], Any]) -> None:
@@ -148,7 +167,7 @@ def measured(workload: Workload, bandwidth: float) -> dict[str, Any]:
     for implementation in ("pallas_gpu", "reference"):
         run = jax.jit(functools.partial(workload.function, implementation=implementation))
         take(implementation, lambda run=run: run(**arrays))
-    for name, call in rivals(arrays):
+    for name, call in () if samples else rivals(arrays):
         take(name, call)
     best = row["us"]["pallas_gpu"]
     row["of_copy"] = workload.moved / best * 1e6 / bandwidth if best else 0.0
@@ -162,6 +181,7 @@ def workloads() -> Iterator[Workload]:
             for context in (1024, 8192, 32768):
                 name = f"b{batch} {context // 1024}k d{dim}"
                 yield attention(name, batch, 8, context, dim=dim)
+    yield from (one for one in WORKLOADS if one.kernel == "verify_sample")
 
 
 def main() -> int:
@@ -193,7 +213,8 @@ def main() -> int:
                 f"{name} {'-' if us is None else f'{us:.1f}'}" for name, us in row["us"].items()
             )
             print(f"{row['workload']:28}{row['of_copy']:7.1%} of copy   us: {times}", flush=True)
-            if row["bytes"] > LARGE and row["of_copy"] < WANTED:
+            large = workload.kernel == "verify_attention" and row["bytes"] > LARGE
+            if large and row["of_copy"] < WANTED:
                 failures.append(f"{row['workload']}: {row['of_copy']:.1%} of a copy's bandwidth")
         if options.json:
             result = {"device": device.device_kind, "copy_bytes_a_second": bandwidth, "rows": rows}

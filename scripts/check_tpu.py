@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import jax  # after the settings above
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
-from kernel_workloads import WORKLOADS, Workload
+from kernel_workloads import WORKLOADS, Workload, nbytes
 
 from pallas_kernels.chips import CHIPS, Chip
 from pallas_kernels.target import Implementation, Target, compile_for
@@ -74,10 +74,10 @@ class Row:
 def compiled(workload: Workload, implementation: Implementation, kind: str, device: Any) -> Any:
     """The executable of a workload for one device of a topology."""
     place = SingleDeviceSharding(device)
-    shapes = {
-        name: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place)
-        for name, shape in workload.shapes.items()
-    }
+    shapes = jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place),
+        dict(workload.shapes),
+    )
     given = {name: shapes.pop(name) for name in workload.donated}
 
     def run(given: Any, others: Any) -> Any:
@@ -103,17 +103,16 @@ def check(workload: Workload, implementation: Implementation, kind: str, device:
     row.seconds = time.monotonic() - began
     text, memory = program.as_text(), program.memory_analysis()
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes
-    plain = sum(s.size * s.dtype.itemsize for s in workload.shapes.values())
-    padding = max(0, memory.argument_size_in_bytes - plain)
+    padding = max(0, memory.argument_size_in_bytes - nbytes(workload.shapes))
     row.moved = int(program.cost_analysis()["bytes accessed"]) + padding
     row.ratio = row.moved / row.floor
     row.temporary = memory.temp_size_in_bytes
     row.vmem = sum(map(int, re.findall(VMEM, text)))
     cycles = sum(map(int, re.findall(r'"estimated_cycles":"(\d+)"', text)))
     row.around_us = cycles / chip.clock_ghz / 1e3 if chip.clock_ghz else -1.0
-    caches = [s.size * s.dtype.itemsize for s in workload.shapes.values()]
-    if implementation == "pallas_tpu":
-        if "tpu_custom_call" not in text:
+    caches = [nbytes(tree) for tree in workload.shapes.values()]
+    if implementation == "pallas_tpu" or not workload.own_kernel:
+        if workload.own_kernel and "tpu_custom_call" not in text:
             row.trouble = "no kernel in the program"
         elif workload.bound is not None and row.ratio > workload.bound:
             row.trouble = f"moves {row.ratio:.2f} times its floor, at most {workload.bound}"
@@ -156,9 +155,10 @@ def main() -> int:
     if not wanted:
         print(f"no workload's title contains any of {options.match}", file=sys.stderr)
         return 2
-    implementations: list[Implementation] = ["pallas_tpu"]
-    if options.reference:
-        implementations.append("reference")
+
+    def implementations(workload: Workload) -> list[Implementation]:
+        own: list[Implementation] = ["pallas_tpu"] if workload.own_kernel else []
+        return [*own, "reference"] if options.reference or not own else own
 
     rows = []
     print(COLUMNS)
@@ -170,7 +170,7 @@ def main() -> int:
             print(f"{name}: the compiler calls it {device.device_kind!r}", file=sys.stderr)
             return 1
         for workload in wanted:
-            for implementation in implementations:
+            for implementation in implementations(workload):
                 rows.append(check(workload, implementation, kind, device))
                 print(line(rows[-1]), flush=True)
     if options.json:

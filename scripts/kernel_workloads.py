@@ -17,8 +17,10 @@ import jax.numpy as jnp
 from pallas_kernels.cache_write import write_cache, write_cache_paged
 from pallas_kernels.cod_attention import cod_attention
 from pallas_kernels.verify_attention import verify_attention, verify_attention_paged
+from pallas_kernels.verify_sample import Filters, reject_drafts, sample_tokens
+from peagle_jax.models.layers import argmax_out_in
 
-Shapes = Mapping[str, jax.ShapeDtypeStruct]
+Shapes = Mapping[str, Any]  # trees of jax.ShapeDtypeStruct
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class Workload:
       bound: most bytes over `moved` that pass, None where no bound is set.
       temporaries: most bytes of HBM beside arguments and results that pass; None: fewer than
         the largest array, which is then not copied.
+      own_kernel: False where XLA's own program is what counts: see docs/kernels.md.
     """
 
     kernel: str
@@ -46,6 +49,7 @@ class Workload:
     donated: tuple[str, ...] = ()
     bound: float | None = None
     temporaries: int | None = None
+    own_kernel: bool = True
 
     @property
     def title(self) -> str:
@@ -53,9 +57,9 @@ class Workload:
         return f"{self.kernel} {self.name}"
 
 
-def nbytes(shape: jax.ShapeDtypeStruct) -> int:
-    """Bytes of an array, without padding."""
-    return shape.size * shape.dtype.itemsize
+def nbytes(shapes: Any) -> int:
+    """Bytes of an array or a tree of them, without padding."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
 
 
 def attention(
@@ -170,6 +174,63 @@ def training(name: str, length: int, depths: int, gradient: bool) -> Workload:
     )
 
 
+def asked(batch: int, rows: int, vocab: int) -> dict[str, Any]:
+    """What every sampling kernel takes."""
+    spec = jax.ShapeDtypeStruct
+    kinds = (jnp.float32, jnp.int32, jnp.float32, jnp.float32)
+    return {
+        "logits": spec((batch, rows, vocab), jnp.float32),
+        "filters": Filters(*(spec((batch,), kind) for kind in kinds)),
+        "keys": spec((batch, rows, 2), jnp.uint32),
+    }
+
+
+def draw(
+    name: str,
+    batch: int,
+    rows: int,
+    vocab: int = 128256,
+    *,
+    ids: bool = False,
+    bound: float | None = 1.15,
+) -> Workload:
+    """Tokens drawn from logits, over the vocabulary of Llama 3 where no other is named. Its
+    operations are not those of a matrix unit, which a floor counts."""
+    shapes = asked(batch, rows, vocab)
+    if ids:
+        shapes["token_ids"] = jax.ShapeDtypeStruct((vocab,), jnp.int32)
+    moved = nbytes(shapes["logits"])
+    return Workload("verify_sample", name, sample_tokens, shapes, moved, 0, bound=bound)
+
+
+def reject(name: str, batch: int, drafts: int, vocab: int, *, sampled: bool) -> Workload:
+    """The rejection rule; sampled drafts bring their own logits."""
+    spec = jax.ShapeDtypeStruct
+    shapes = asked(batch, drafts + 1, vocab)
+    shapes["drafts"] = spec((batch, drafts), jnp.int32)
+    shapes["accept_noise"] = spec((batch, drafts), jnp.float32)
+    shapes["draft_logits"] = shapes["logits"] if sampled else None
+    moved = nbytes(shapes["logits"]) + nbytes(shapes["draft_logits"])
+    return Workload("verify_sample", name, reject_drafts, shapes, moved, 0, bound=1.15)
+
+
+def head(name: str, rows: int, vocab: int, hidden: int = 4096) -> Workload:
+    """A head and its argmax, by XLA."""
+    spec = jax.ShapeDtypeStruct
+
+    def function(x: Any, kernel: Any, implementation: str) -> Any:
+        assert implementation == "reference"
+        return argmax_out_in(x, kernel)
+
+    shapes = {
+        "x": spec((rows, hidden), jnp.bfloat16),
+        "kernel": spec((vocab, hidden), jnp.bfloat16),
+    }
+    flops = 2 * rows * vocab * hidden
+    moved = nbytes(shapes["kernel"])
+    return Workload("head", name, function, shapes, moved, flops, bound=1.05, own_kernel=False)
+
+
 WORKLOADS: tuple[Workload, ...] = (
     attention("decode b1 8k", 1, 1, 8192),
     attention("verify b1 1k", 1, 8, 1024),
@@ -204,4 +265,14 @@ WORKLOADS: tuple[Workload, ...] = (
     training("pass over 8k", 8192, 1, gradient=False),
     training("K=8, 8k, gradients", 8192, 8, gradient=True),
     training("K=8, 20k, gradients", 20480, 8, gradient=True),
+    # Logits so small XLA may bring into VMEM before the call: one read of HBM, counted as five.
+    draw("draw b1", 1, 8, bound=None),
+    draw("draw b8", 8, 8),
+    draw("draw b8, 201088 tokens", 8, 8, 201088),
+    draw("draw b8, draft vocabulary", 8, 8, 32000, ids=True),
+    reject("reject b8", 8, 7, 128256, sampled=False),
+    reject("reject b8, sampled drafts", 8, 7, 128256, sampled=True),
+    head("draft, 8 rows", 8, 32000),
+    head("draft, 64 rows", 64, 32000),
+    head("target, 72 rows", 72, 128256),
 )

@@ -145,9 +145,9 @@ def draft_once(
     speculator: Speculator, params: Params, state: DecodeState, requests: RequestArrays
 ) -> DecodeState:
     """The drafting of a step; the drafts become the state's newest tokens, to keep them alive."""
-    noise = _noise(speculator, state, requests)
+    drawn = _draws(speculator, state, requests)
     k = speculator.num_draft_tokens
-    drafts, _, cache, _ = speculator.draft(params, state, requests, noise[:, :k], k)
+    drafts, _, cache, _ = speculator.draft(params, state, requests, drawn.rows(slice(k)), k)
     return dataclasses.replace(state, draft_cache=cache, last_token=drafts[:, -1])
 
 
@@ -160,7 +160,7 @@ def verify_once(
     out = speculator.networks(params).of_target(
         tokens, state.length, state.target_cache, speculator.aux_layer_ids
     )
-    choices = speculator.choose(params, out.hidden, requests, _noise(speculator, state, requests))
+    choices = speculator.choose(params, out.hidden, requests, _draws(speculator, state, requests))
     width = state.pending_features.shape[-1]
     return dataclasses.replace(
         state,
@@ -170,6 +170,6 @@ def verify_once(
     )
 
 
-def _noise(speculator: Speculator, state: DecodeState, requests: RequestArrays) -> jax.Array:
+def _draws(speculator: Speculator, state: DecodeState, requests: RequestArrays) -> sampling.Draws:
     positions = state.length[:, None] + 1 + jnp.arange(speculator.num_draft_tokens + 1)
-    return sampling.gumbel_noise(requests, positions, speculator.target.vocab_size)
+    return sampling.draws(requests, positions, speculator.target.vocab_size)

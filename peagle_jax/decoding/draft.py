@@ -18,7 +18,7 @@ from peagle_jax.config import DraftSampling, Method, Verification, looks_up, nee
 from peagle_jax.decoding import sampling
 from peagle_jax.decoding.networks import Networks
 from peagle_jax.decoding.prompt_lookup import SURE_NGRAM, look_up
-from peagle_jax.decoding.sampling import RequestArrays
+from peagle_jax.decoding.sampling import Draws, RequestArrays
 from peagle_jax.decoding.state import DecodeState
 from peagle_jax.models.layers import ROW_TILE
 from peagle_jax.models.paged_cache import Cache
@@ -48,21 +48,21 @@ class Drafting:
         self,
         state: DecodeState,
         requests: RequestArrays,
-        noise: Float[Array, "batch drafts vocab"],
+        drawn: Draws,
     ) -> Drafted:
-        """K tokens for every sequence. `noise` is what the target would choose them with."""
+        """K tokens for every sequence. `drawn` is what the target would choose them with."""
         if not self.num_draft_tokens:
             none = jnp.zeros((state.length.shape[0], 0), jnp.int32)
             return none, None, state.draft_cache, jnp.bool_(False)
         if not looks_up(self.method):
-            return self._by_network(state, requests, noise)
+            return self._by_network(state, requests, drawn)
         found, shared = look_up(state.history, state.length, self.num_draft_tokens)
         if not needs_drafter(self.method):
             return found, None, state.draft_cache, jnp.bool_(True)
         sure = shared >= SURE_NGRAM
 
         def ask() -> Drafted:
-            drafts, logits, cache, asked = self._by_network(state, requests, noise)
+            drafts, logits, cache, asked = self._by_network(state, requests, drawn)
             assert logits is None, "drafts that were looked up are samples of nothing"
             return jnp.where(sure[:, None], found, drafts), None, cache, asked
 
@@ -72,17 +72,13 @@ class Drafting:
         rests = jnp.all(state.finished | (sure & (state.pending_count <= most)))
         return jax.lax.cond(rests, lambda: (found, None, state.draft_cache, jnp.bool_(False)), ask)
 
-    def _by_network(
-        self, state: DecodeState, requests: RequestArrays, noise: Float[Array, "batch drafts vocab"]
-    ) -> Drafted:
+    def _by_network(self, state: DecodeState, requests: RequestArrays, drawn: Draws) -> Drafted:
         assert self.networks.drafter is not None
         if self.networks.drafter.parallel:
-            return self._in_one_pass(state, requests, noise)
-        return self._in_passes(state, requests, noise)
+            return self._in_one_pass(state, requests, drawn)
+        return self._in_passes(state, requests, drawn)
 
-    def _in_one_pass(
-        self, state: DecodeState, requests: RequestArrays, noise: Float[Array, "batch drafts vocab"]
-    ) -> Drafted:
+    def _in_one_pass(self, state: DecodeState, requests: RequestArrays, drawn: Draws) -> Drafted:
         """One pass whatever K is: each sequence's m real rows, then its K-1 mask rows.
 
         m is mostly small: where every sequence's rows fit one tile of the matrix products, a
@@ -90,7 +86,7 @@ class Drafting:
         """
         few = max(1, ROW_TILE - (self.num_draft_tokens - 1))
         stream, cache = self._in_few_rows(state, few, self._parallel_pass)
-        drafts, logits = self._pick(stream, requests, noise)
+        drafts, logits = self._pick(stream, requests, drawn)
         return drafts, logits, cache, jnp.bool_(True)
 
     def _in_few_rows(
@@ -133,13 +129,11 @@ class Drafting:
         rows = m[:, None] - 1 + jnp.arange(k)
         return jnp.take_along_axis(stream, rows[..., None], axis=1), cache
 
-    def _in_passes(
-        self, state: DecodeState, requests: RequestArrays, noise: Float[Array, "batch drafts vocab"]
-    ) -> Drafted:
+    def _in_passes(self, state: DecodeState, requests: RequestArrays, drawn: Draws) -> Drafted:
         """K passes: the m real rows first, then one row a pass from its own guesses."""
         networks = self.networks
         stream, cache = self._in_few_rows(state, self.num_draft_tokens + 1, self._first_pass)
-        drafts, logits = self._pick(stream, requests, noise[:, :1])
+        drafts, logits = self._pick(stream, requests, drawn.rows(slice(1)))
         all_drafts, all_logits = [drafts], [logits]
         for j in range(1, self.num_draft_tokens):
             # The guessed rows' keys are overwritten by real ones in the next step.
@@ -149,7 +143,7 @@ class Drafting:
                 state.length + j - 1,
                 cache,
             )
-            drafts, logits = self._pick(stream, requests, noise[:, j : j + 1])
+            drafts, logits = self._pick(stream, requests, drawn.rows(slice(j, j + 1)))
             all_drafts.append(drafts)
             all_logits.append(logits)
         kept = [logits for logits in all_logits if logits is not None]
@@ -173,7 +167,7 @@ class Drafting:
         self,
         stream: Float[Array, "batch drafts hidden"],
         requests: RequestArrays,
-        noise: Float[Array, "batch drafts vocab"],
+        drawn: Draws,
     ) -> Picked:
         """Drafts from the drafter's streams: argmax, or sampled with the target's own noise."""
         networks = self.networks
@@ -181,24 +175,29 @@ class Drafting:
         def best() -> Array:
             return networks.draft_head(stream, "best")
 
-        def sample() -> tuple[Array, Array]:
-            logits = sampling.process_logits(networks.draft_head(stream, "logits"), requests)
-            return sampling.choose(logits, self._of_draft_vocab(noise)), logits
+        def raw() -> Array:
+            return networks.draft_head(stream, "logits")
 
+        ids = self._token_ids()
         logits = None
         if self.draft_sampling == "greedy":
             draft_ids = best()
         elif self.verification == "rejection":
-            draft_ids, logits = sample()
+            logits = sampling.process_logits(raw(), requests)
+            noise = drawn.noise_of(requests, logits.shape[-1], ids)
+            draft_ids = sampling.choose(logits, noise)
         else:
-            draft_ids = jax.lax.cond(jnp.all(requests.greedy), best, lambda: sample()[0])
+            draft_ids = jax.lax.cond(
+                jnp.all(requests.greedy),
+                best,
+                lambda: sampling.sample(raw(), requests, drawn, ids),
+            )
         return networks.of_drafter(draft_ids, method="target_ids"), logits
 
-    def _of_draft_vocab(self, noise: Array) -> Any:
-        """The noise of the draft vocabulary's tokens."""
+    def _token_ids(self) -> Any:
+        """The target's ids of the draft vocabulary's tokens, None where all are drafted."""
         drafter = self.networks.drafter
         assert drafter is not None
         if drafter.draft_vocab_size == drafter.vocab_size:
-            return noise
-        ids = self.networks.params["drafter"]["draft_to_target"]
-        return jnp.take(noise, ids, axis=-1)
+            return None
+        return self.networks.params["drafter"]["draft_to_target"]

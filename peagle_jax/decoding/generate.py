@@ -143,10 +143,8 @@ def prefill(
         else:
             num_chunks = -(-jnp.max(prompt_lengths) // chunk)
             state, last_hidden = jax.lax.fori_loop(0, num_chunks, run, (state, last_hidden))
-        noise = sampling.gumbel_noise(
-            requests, prompt_lengths[:, None], speculator.target.vocab_size
-        )
-        first = speculator.choose(params, last_hidden[:, None], requests, noise)
+        drawn = sampling.draws(requests, prompt_lengths[:, None], speculator.target.vocab_size)
+        first = speculator.choose(params, last_hidden[:, None], requests, drawn)
         # As if the prompt's last token had just been verified with no drafts.
         state = dataclasses.replace(state, length=prompt_lengths - 1)
         return speculator.commit(

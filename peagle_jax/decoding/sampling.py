@@ -1,10 +1,7 @@
 """Logits -> processed logits -> token: one function for plain decoding and verification.
 
-Filters apply in the order temperature, top-k, top-p, min-p, each on the
-distribution that the one before left. They are found by threshold search, not by
-sorting: a bisection over the 2**32 float values takes 32 cheap passes over the
-vocabulary whatever its size, and every token tied with the threshold is kept, so
-the result does not depend on an order among equals.
+What is made of the logits of a request stands in pallas_kernels/verify_sample: the reference,
+which CPUs run, and kernels that draw the same noise themselves.
 
 Randomness is counter-based: the noise of a token is a pure function of the
 request's seed and the token's position, so it is the same in every method, slot,
@@ -13,14 +10,17 @@ batch and draft length.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-MASKED = -jnp.inf
+from pallas_kernels.verify_sample import Filters, own_kernel, reference, sample_tokens
+from peagle_jax.sharding import per_device
+
+MASKED = reference.MASKED
+choose = reference.choose
 
 # Independent streams of noise of one (seed, position). Plain sampling, coupled
 # drafts and coupled verification share the first one: that is the coupling.
@@ -40,15 +40,19 @@ class RequestArrays:
     ignore_eos: Bool[Array, "batch"]
 
     @property
+    def filters(self) -> Filters:
+        """What is done to a row's logits."""
+        return Filters(self.temperature, self.top_k, self.top_p, self.min_p)
+
+    @property
     def greedy(self) -> Bool[Array, "batch"]:
         """Rows that take the argmax."""
-        return self.temperature == 0
+        return self.filters.greedy
 
     @property
     def filtered(self) -> Bool[Array, "batch"]:
         """Sampled rows with at least one filter switched on."""
-        on = (self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0)
-        return on & ~self.greedy
+        return self.filters.filtered
 
 
 def process_logits(
@@ -58,11 +62,7 @@ def process_logits(
 
     Greedy rows come back as they are. Float32 in and out.
     """
-    temperature = jnp.where(requests.greedy, 1.0, requests.temperature)
-    scaled = logits / temperature[:, None, None]
-    return jax.lax.cond(
-        jnp.any(requests.filtered), lambda: _filter(scaled, requests), lambda: scaled
-    )
+    return reference.process_logits(logits, requests.filters)
 
 
 def gumbel_noise(
@@ -98,63 +98,70 @@ def uniform_noise(
     return jax.vmap(jax.vmap(one, (None, 0)))(requests.seed, positions)
 
 
-def choose(
-    processed: Float[Array, "*batch vocab"], noise: Float[Array, "*batch vocab"]
-) -> Int[Array, "*batch"]:
-    """The sampled (or, with zero noise, greedy) token of each row."""
-    return jnp.argmax(processed + noise, axis=-1).astype(jnp.int32)
+@struct.dataclass
+class Draws:
+    """What the target chooses its tokens with at some positions, see `draws`.
+
+    Attributes:
+      keys: key data of each position's noise.
+      noise: the noise itself, zero in greedy rows; None where a kernel draws it.
+    """
+
+    keys: UInt32[Array, "batch rows 2"]
+    noise: Float[Array, "batch rows vocab"] | None
+
+    def rows(self, at: slice) -> Draws:
+        """Of some of the positions."""
+        noise = None if self.noise is None else self.noise[:, at]
+        return Draws(self.keys[:, at], noise)
+
+    def noise_of(
+        self, requests: RequestArrays, size: int, token_ids: Int[Array, "size"] | None
+    ) -> Float[Array, "batch rows size"]:
+        """The noise of `size` tokens: of the whole vocabulary, or of those with these ids."""
+        if self.noise is None:
+            return reference.gumbel_noise(requests.filters, self.keys, size, token_ids)
+        if token_ids is None:
+            return self.noise
+        chosen: Array = jnp.take(self.noise, token_ids, axis=-1)
+        return chosen
+
+
+def draws(requests: RequestArrays, positions: Int[Array, "batch rows"], vocab_size: int) -> Draws:
+    """The target's own draws: noise, or only its keys where the device's kernel draws it."""
+    keys = noise_keys(requests, positions)
+    if own_kernel(vocab_size):
+        return Draws(keys, None)
+    return Draws(keys, gumbel_noise(requests, positions, vocab_size))
+
+
+def noise_keys(
+    requests: RequestArrays, positions: Int[Array, "batch rows"], stream: int = STREAM_TOKEN
+) -> UInt32[Array, "batch rows 2"]:
+    """Data of the keys that `gumbel_noise` draws with."""
+
+    def one(seed: Array, position: Array) -> Array:
+        data: Array = jax.random.key_data(_key(seed, position, stream))
+        return data
+
+    return jax.vmap(jax.vmap(one, (None, 0)))(requests.seed, positions)
+
+
+def sample(
+    logits: Float[Array, "batch rows vocab"],
+    requests: RequestArrays,
+    drawn: Draws,
+    token_ids: Int[Array, "vocab"] | None = None,
+) -> Int[Array, "batch rows"]:
+    """The token of each row, processed and drawn; `token_ids`: the columns' ids, where they are
+    not the whole vocabulary. Columns come back."""
+    if drawn.noise is None:
+        run = per_device(sample_tokens, PartitionSpec(), PartitionSpec())
+        chosen: Array = run(logits, requests.filters, drawn.keys, token_ids)
+        return chosen
+    noise = drawn.noise_of(requests, logits.shape[-1], token_ids)
+    return choose(process_logits(logits, requests), noise)
 
 
 def _key(seed: Array, position: Array, stream: int) -> Array:
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), position), stream)
-
-
-def _filter(scaled: Array, requests: RequestArrays) -> Array:
-    """Top-k, top-p and min-p of already scaled logits."""
-    vocab_size = scaled.shape[-1]
-    order = _sortable(scaled)
-
-    # top-k: the largest threshold that at least k tokens reach.
-    k = jnp.where(requests.top_k > 0, jnp.minimum(requests.top_k, vocab_size), vocab_size)
-
-    def enough_tokens(threshold: Array) -> Array:
-        return jnp.sum(order >= threshold, axis=-1) >= k[:, None]
-
-    keep = order >= _largest_threshold(enough_tokens, order.shape[:-1])[..., None]
-
-    # top-p: the largest threshold whose tokens hold at least top_p of what top-k left.
-    weights = jnp.where(keep, jnp.exp(scaled - jnp.max(scaled, axis=-1, keepdims=True)), 0.0)
-    wanted = requests.top_p[:, None] * jnp.sum(weights, axis=-1)
-
-    def enough_mass(threshold: Array) -> Array:
-        return jnp.sum(jnp.where(order >= threshold, weights, 0.0), axis=-1) >= wanted
-
-    nucleus = order >= _largest_threshold(enough_mass, order.shape[:-1])[..., None]
-    keep &= nucleus | (requests.top_p >= 1)[:, None, None]
-
-    # min-p: relative to the most likely token, so the normaliser does not matter.
-    keep &= weights >= requests.min_p[:, None, None]
-    keep |= ~requests.filtered[:, None, None]
-    return jnp.where(keep, scaled, MASKED)
-
-
-def _sortable(x: Array) -> Array:
-    """int32 keys in the order of the float32 values."""
-    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
-    return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-
-
-def _largest_threshold(reached: Callable[[Array], Array], shape: tuple[int, ...]) -> Array:
-    """Largest int32 t, a row, for which `reached(t[..., None])` holds; it holds for the
-    smallest one and never again once it fails."""
-
-    def narrow(_: Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
-        low, high = bounds
-        # The mean without overflow, rounded up: low < middle <= high.
-        middle = (low & high) + ((low ^ high) >> 1) + ((low ^ high) & 1)
-        ok = reached(middle[..., None])
-        return jnp.where(ok, middle, low), jnp.where(ok, high, middle - 1)
-
-    limits = jnp.iinfo(jnp.int32)
-    start = (jnp.full(shape, limits.min, jnp.int32), jnp.full(shape, limits.max, jnp.int32))
-    return jax.lax.fori_loop(0, 32, narrow, start)[0]

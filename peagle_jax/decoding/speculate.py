@@ -18,8 +18,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.verify_sample import own_kernel, reject_drafts
 from peagle_jax.config import (
     DrafterConfig,
     DraftSampling,
@@ -33,12 +35,18 @@ from peagle_jax.decoding import draft_length, sampling
 from peagle_jax.decoding.draft import Drafted, Drafting
 from peagle_jax.decoding.draft_length import FIRST_RATE, MOST_PENDING
 from peagle_jax.decoding.networks import Networks
-from peagle_jax.decoding.sampling import RequestArrays
+from peagle_jax.decoding.sampling import Draws, RequestArrays
 from peagle_jax.decoding.state import DecodeState, Params
-from peagle_jax.decoding.verify import Verified, verify_coupled, verify_rejection
+from peagle_jax.decoding.verify import (
+    Verified,
+    after_rejection,
+    verify_coupled,
+    verify_rejection,
+)
 from peagle_jax.models.cache import KVCache
 from peagle_jax.models.decoder import DecoderOutput
 from peagle_jax.models.paged_cache import Cache
+from peagle_jax.sharding import per_device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,10 +183,10 @@ class Speculator:
         # Row j of the verification decides the token at position n + 1 + j.
         positions = state.length[:, None] + 1 + jnp.arange(k + 1)
         with jax.named_scope("verify"):
-            noise = sampling.gumbel_noise(requests, positions, self.target.vocab_size)
+            drawn = sampling.draws(requests, positions, self.target.vocab_size)
         with jax.named_scope("draft"):
             drafts, draft_logits, draft_cache, asked = self.draft(
-                params, state, requests, noise[:, :k], k
+                params, state, requests, drawn.rows(slice(k)), k
             )
         with jax.named_scope("verify"):
             tokens = jnp.concatenate([state.last_token[:, None], drafts], axis=1)
@@ -186,7 +194,7 @@ class Speculator:
                 tokens, state.length, state.target_cache, self.aux_layer_ids
             )
             if self.verification == "coupled" or not k:
-                choices = self.choose(params, out.hidden, requests, noise)
+                choices = self.choose(params, out.hidden, requests, drawn)
                 verified = verify_coupled(drafts, choices)
             else:
                 verified = self._reject(
@@ -281,7 +289,7 @@ class Speculator:
         params: Params,
         state: DecodeState,
         requests: RequestArrays,
-        noise: Float[Array, "batch drafts vocab"],
+        drawn: Draws,
         k: int,
     ) -> Drafted:
         """k tokens for every sequence; see `Drafting.draft`."""
@@ -291,7 +299,7 @@ class Speculator:
             k,
             self.draft_sampling,
             self.verification,
-        ).draft(state, requests, noise)
+        ).draft(state, requests, drawn)
 
     # --- the target's choices -----------------------------------------------------
 
@@ -300,7 +308,7 @@ class Speculator:
         params: Params,
         hidden: Float[Array, "batch rows hidden"],
         requests: RequestArrays,
-        noise: Float[Array, "batch rows vocab"],
+        drawn: Draws,
     ) -> Int[Array, "batch rows"]:
         """The target's own token at every row. Where no row samples nothing is made of
         the logits but their argmax."""
@@ -310,7 +318,7 @@ class Speculator:
             return networks.of_target(hidden, method=method)
 
         def sample() -> Array:
-            return sampling.choose(sampling.process_logits(apply("logits"), requests), noise)
+            return sampling.sample(apply("logits"), requests, drawn)
 
         return jax.lax.cond(jnp.all(requests.greedy), lambda: apply("best"), sample)
 
@@ -329,10 +337,16 @@ class Speculator:
             ids = params["drafter"]["draft_to_target"]
             full = jnp.full((*draft_logits.shape[:-1], self.target.vocab_size), sampling.MASKED)
             draft_logits = full.at[..., ids].set(draft_logits)
-        processed = sampling.process_logits(
-            self.networks(params).of_target(hidden, method="logits"), requests
-        )
+        logits = self.networks(params).of_target(hidden, method="logits")
         accept = sampling.uniform_noise(requests, positions[:, :-1], sampling.STREAM_ACCEPT)
+        if own_kernel(self.target.vocab_size, drafted=draft_logits is not None):
+            keys = sampling.noise_keys(requests, positions, sampling.STREAM_RECOVER)
+            if draft_logits is not None:
+                draft_logits = jnp.pad(draft_logits, ((0, 0), (0, 1), (0, 0)))
+            run = per_device(reject_drafts, PartitionSpec(), PartitionSpec())
+            decided = run(logits, requests.filters, keys, drafts, draft_logits, accept)
+            return after_rejection(drafts, *decided)
+        processed = sampling.process_logits(logits, requests)
         recover = sampling.gumbel_noise(
             requests, positions, self.target.vocab_size, sampling.STREAM_RECOVER
         )

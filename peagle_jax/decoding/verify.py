@@ -13,10 +13,11 @@ Row j of the target's K+1 rows is the distribution of the token after draft j
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.verify_sample import reference
 
 
 @struct.dataclass
@@ -55,29 +56,22 @@ def verify_rejection(
       recover_noise: Gumbel, independent of what the drafts were drawn with; zero in
         greedy rows.
     """
-    k = drafts.shape[1]
-    p = jax.nn.softmax(target_logits, axis=-1)
-    one_hot = jax.nn.one_hot(drafts, p.shape[-1], dtype=p.dtype)
-    q = one_hot if draft_logits is None else jax.nn.softmax(draft_logits, axis=-1)
+    stands, recovered = reference.reject(
+        drafts, draft_logits, target_logits, greedy, accept_noise, recover_noise
+    )
+    return after_rejection(drafts, stands, recovered)
 
-    p_draft = jnp.sum(p[:, :k] * one_hot, axis=-1)
-    q_draft = jnp.sum(q * one_hot, axis=-1)
-    likely = accept_noise * q_draft < p_draft
-    argmax = jnp.argmax(target_logits, axis=-1).astype(jnp.int32)
-    stands = jnp.where(greedy[:, None], drafts == argmax[:, :k], likely)
 
-    residual = jnp.maximum(p[:, :k] - q, 0.0)
-    # p == q up to rounding leaves nothing to recover from; such a draft was accepted
-    # but for rounding too, and p itself is then the right distribution.
-    empty = jnp.sum(residual, axis=-1, keepdims=True) <= 0
-    residual = jnp.where(empty, p[:, :k], residual)
-    after = jnp.concatenate([residual, p[:, k:]], axis=1)
-    sampled = jnp.argmax(jnp.log(after) + recover_noise, axis=-1).astype(jnp.int32)
-    recovered = jnp.where(greedy[:, None], argmax, sampled)
-
+def after_rejection(
+    drafts: Int[Array, "batch drafts"],
+    stands: Bool[Array, "batch drafts"],
+    recovered: Int[Array, "batch rows"],
+) -> Verified:
+    """Drafts up to the first that does not stand by itself, then the token of its row."""
     accepted = _leading(stands)
     padded = jnp.pad(drafts, ((0, 0), (0, 1)))
-    tokens = jnp.where(jnp.arange(k + 1) < accepted[:, None], padded, recovered)
+    index = jnp.arange(recovered.shape[1])
+    tokens = jnp.where(index < accepted[:, None], padded, recovered)
     return Verified(tokens, accepted + 1)
 
 

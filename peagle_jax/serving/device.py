@@ -186,9 +186,9 @@ def insert(
         lambda one, other: jnp.where(mask, one, other), new.requests, slots.requests
     )
     # Rows that are not inserted are greedy here: what they would draw is not looked at.
-    drawn = dataclasses.replace(requests, temperature=jnp.where(mask, requests.temperature, 0))
-    noise = sampling.gumbel_noise(drawn, new.length[:, None], speculator.target.vocab_size)
-    first = speculator.choose(params, slots.last_hidden[:, None], drawn, noise)
+    asked = dataclasses.replace(requests, temperature=jnp.where(mask, requests.temperature, 0))
+    drawn = sampling.draws(asked, new.length[:, None], speculator.target.vocab_size)
+    first = speculator.choose(params, slots.last_hidden[:, None], asked, drawn)
     # As if the prompt's last token had just been verified with no drafts.
     state = dataclasses.replace(
         _decode_state(slots, KVCache(()), None, 1, speculator.num_draft_tokens),

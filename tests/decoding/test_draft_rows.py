@@ -15,6 +15,7 @@ import pytest
 
 from peagle_jax.config import SamplingParams
 from peagle_jax.decoding import generate
+from peagle_jax.decoding.sampling import Draws
 from peagle_jax.decoding.speculate import Speculator
 from peagle_jax.models.cache import KVCache
 from peagle_jax.models.decoder import Decoder
@@ -106,7 +107,8 @@ def test_caches_and_draft_logits_equal_those_from_scratch(method, models) -> Non
     params = models.params(method)
     options = {"speculator": speculator, "max_new_tokens": NEW_TOKENS}
     state = generate.jit_prefill(params, tokens, lengths, table, **options)
-    noise = jnp.zeros((len(LENGTHS), K, VOCAB))
+    rows = (len(LENGTHS), K)
+    drawn = Draws(jnp.zeros((*rows, 2), jnp.uint32), jnp.zeros((*rows, VOCAB)))
     # A verification by rejection asks for the logits: scaled, and with no noise the same drafts.
     asking = dataclasses.replace(speculator, draft_sampling="sample", verification="rejection")
     draft = jax.jit(asking.draft, static_argnums=4)
@@ -128,7 +130,7 @@ def test_caches_and_draft_logits_equal_those_from_scratch(method, models) -> Non
         assert_same_prefix(state.target_cache, target_cache, n, "target")
         # Before a draft the newest confirmed rows are still to come ...
         assert_same_prefix(state.draft_cache, draft_cache, n - pending, "drafter, before")
-        drafts, draft_logits, after, _ = draft(params, state, table, noise, K)
+        drafts, draft_logits, after, _ = draft(params, state, table, drawn, K)
         # ... and after it none is.
         assert_same_prefix(after, draft_cache, n, "drafter, after")
         np.testing.assert_allclose(draft_logits * scale, logits, atol=2e-5)

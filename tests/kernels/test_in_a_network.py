@@ -11,13 +11,15 @@ import numpy as np
 import pytest
 
 from pallas_kernels.target import Target, compile_for
-from peagle_jax.config import BlockConfig, ModelConfig
+from peagle_jax.config import BlockConfig, ModelConfig, SamplingParams
+from peagle_jax.decoding import generate
 from peagle_jax.models import decoder
 from peagle_jax.models.cache import KVCache
 from peagle_jax.models.decoder import Decoder
 from peagle_jax.training.cod import ChainSampling, sample_chains
 from peagle_jax.training.loss import LossConfig
 from peagle_jax.training.p_eagle import PEagleObjective
+from tests.decoding import tiny
 from tests.kernels.contract import QUICK
 from tests.training import dense_reference as dense
 
@@ -81,3 +83,36 @@ def test_a_gradient_of_training_in_segments(platform):
         assert f"name={kernel}\n" in program or f"name={kernel} " in program
     np.testing.assert_allclose(got_loss, loss, rtol=1e-5)
     dense.assert_trees_close(got, want, 1e-5)
+
+
+@pytest.mark.parametrize(
+    "verification", ["coupled", pytest.param("rejection", marks=pytest.mark.slow)]
+)
+def test_a_generation_draws_the_same_tokens(verification):
+    """Whole generations: the first token, drafts of a smaller vocabulary, and either rule."""
+    models = tiny.make(vocab_size=24, draft_vocab_size=17, head_noise=0.5)
+    speculator = models.speculator("p-eagle", 3, verification=verification)
+    params = models.params("p-eagle")
+    asked = [
+        SamplingParams(max_new_tokens=8, temperature=0.8, top_k=9, top_p=0.9, seed=1),
+        SamplingParams(max_new_tokens=8, temperature=1.2, min_p=0.1, seed=2),
+        SamplingParams(max_new_tokens=8),
+    ]
+    tokens, lengths, table = tiny.make_batch([[1, 2, 3], [4, 5], [6]], asked, 3, 8).arrays()
+
+    def run(target: Target) -> tuple[str, Any]:
+        def generation(params: Any) -> Any:
+            return generate.generate_tokens(
+                params, tokens, lengths, table, speculator=speculator, max_new_tokens=8
+            )[:2]
+
+        with compile_for(target):
+            traced = jax.jit(generation).trace(params)
+            return str(traced.jaxpr), traced.lower().compile()(params)
+
+    plain, want = run(Target("cpu"))
+    program, got = run(Target("tpu", interpret=True))
+    assert "pallas_call" not in plain
+    # The first token; the step's target, and its drafter where the draws are shared.
+    assert program.count("name=verify_sample") == (3 if verification == "coupled" else 2)
+    jax.tree.map(np.testing.assert_array_equal, got, want)

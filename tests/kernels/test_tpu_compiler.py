@@ -11,7 +11,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SIZES = ("verify b8 8k d64", "paged b8 8k, pages of 16", "ring b8", "K=8, 8k")
+SIZES = (
+    "verify b8 8k d64",
+    "paged b8 8k, pages of 16",
+    "ring b8",
+    "K=8, 8k",
+    "draw b1",
+)
 
 
 @pytest.mark.slow
@@ -24,6 +30,6 @@ def test_kernels_compile_for_every_chip_within_their_bounds(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads(output.read_text())
     assert {row["chip"] for row in rows} == {"v5e", "v6e", "v5p", "tpu7x"}
-    # Two attentions, one cache write, one ring and one training attention of them on each.
-    assert len(rows) == 4 * 5
+    # Two attentions, one cache write, one ring, one training attention and one draw on each.
+    assert len(rows) == 4 * 6
     assert all(row["vmem"] < 16 * 2**20 and not row["trouble"] for row in rows)

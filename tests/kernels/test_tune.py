@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
@@ -50,9 +51,13 @@ def test_tpu_blocks_tile_the_cache_and_fit(dim, page, rows):
 def test_tuning_writes_the_fastest(monkeypatch, tmp_path):
     monkeypatch.setattr(tune, "ROWS", {"verify": 8})
     monkeypatch.setattr(tune, "CONTEXT", 64)
-    monkeypatch.setattr(
-        tune, "time_of", lambda arrays, blocks: abs(blocks.slots - 64) + abs(blocks.warps - 8)
-    )
+    monkeypatch.setattr(tune, "VOCAB", 256)
+
+    def time_of(call: Any, blocks: Any) -> int:
+        tokens = blocks.slots if isinstance(blocks, GpuBlocks) else blocks.chunk / 32
+        return abs(tokens - 64) + abs(blocks.warps - 8)
+
+    monkeypatch.setattr(tune, "time_of", time_of)
     monkeypatch.setattr(tuned, "table", lambda: {"other": {"kept": {"slots": 1}}})
     output = tmp_path / "tuned.json"
     with compile_for(Target("gpu", "a GPU", interpret=True)):
@@ -63,9 +68,10 @@ def test_tuning_writes_the_fastest(monkeypatch, tmp_path):
         f"verify_attention/verify/d{dim}/{jnp.dtype(dtype).name}"
         for dim in (64, 128)
         for dtype in (jnp.float32, jnp.bfloat16)
-    }
+    } | {"verify_sample/sample", "verify_sample/reject"}
     entry = written["a GPU"]["verify_attention/verify/d128/bfloat16"]
     assert (entry["slots"], entry["warps"]) == (64, 8)
+    assert written["a GPU"]["verify_sample/reject"] == {"chunk": 2048, "warps": 8}
 
 
 def test_there_is_nothing_to_tune_on_a_cpu(capsys):
