@@ -67,14 +67,14 @@ def main() -> None:
     check(verify_attention_paged, q | pages | {"page_table": table}, heads)
     check(write_cache, new | cache | {"start": start}, split)
     check(write_cache_paged, new | pages | {"start": start, "page_table": table}, split)
-    rows = {
+    training = {
         "q": normal(batch, page, 16, dim),
         "own": normal(batch, page, kv_heads, 2, 1),
         "anchor": jnp.tile(jnp.arange(page), (batch, 1)) + 16,
         "depth": jnp.ones(page, jnp.int32),
         "documents": jnp.tile(jnp.arange(capacity) // 20, (batch, 1)),
     }
-    check(cod_attention, rows | cache, (heads, spec("own")))
+    check(cod_attention, training | cache, (heads, spec("own")))
     print("equal")  # noqa: T201  # what the parent looks for
 
 

@@ -104,8 +104,8 @@ def training(
             },
             static={} if window is None else {"window": window},
             tuned={
-                name: {} if blocks is None else {"blocks": blocks}
-                for name, blocks in (("pallas_tpu", tpu), ("pallas_gpu", gpu))
+                "pallas_tpu": {} if tpu is None else {"blocks": tpu},
+                "pallas_gpu": {} if gpu is None else {"blocks": gpu},
             },
         )
 
