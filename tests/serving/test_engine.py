@@ -15,6 +15,7 @@ import pytest
 from peagle_jax import step_costs
 from peagle_jax.config import SamplingParams
 from peagle_jax.errors import InputError
+from peagle_jax.mesh_shape import MeshShape
 from peagle_jax.serving import engine as engine_module
 from peagle_jax.serving.engine import PagedEngine, ProgramSizes, make_shape, page_bytes
 from peagle_jax.serving.engine_protocol import Engine, EngineShape
@@ -298,12 +299,16 @@ def test_sizes_are_checked(models) -> None:
         "num_pages": None,
         "cache_bytes": 30 * 768,
     }
-    assert make_shape(speculator, **options) == EngineShape(4, 31, 4, 40, 3)
+    assert make_shape(speculator, **options) == EngineShape(4, 31, 4, 40, 3, pending_rows=4)
+    # A data group of two slots has no use for more than twice 13 pages.
+    two = make_shape(speculator, **options, mesh=MeshShape(data=2))
+    assert two == EngineShape(4, 27, 4, 40, 3, num_groups=2, pending_rows=4)
     # Slots cannot use more than 13 pages each: 40 + 3 * 3 + 1 positions.
     assert make_shape(speculator, **{**options, "cache_bytes": 1 << 30}).num_pages == 1 + 4 * 13
     assert make_shape(speculator, **{**options, "num_pages": 12}).num_pages == 13
     for changes, message in (
         ({"num_slots": 0}, "slots: found 0, expected 1 or more"),
+        ({"mesh": MeshShape(data=3)}, "slots: found 4, expected a multiple of 3, the mesh's data"),
         ({"page_size": 0}, "page size: found 0, expected 1 or more"),
         ({"context": 57}, "context: found 57, expected at most 56, the target's"),
         ({"num_pages": 11}, "pages: found 11, expected at least 12, which one"),
