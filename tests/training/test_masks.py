@@ -17,6 +17,7 @@ from peagle_jax.training.masks import (
     read_rows,
     write_rows,
 )
+from tests.kernels.contract import unchecked
 from tests.training.dense_reference import chains_of, sees
 
 # Index 0..4 is one document, 5..8 another, 9 padding.
@@ -154,6 +155,6 @@ def test_an_implementation_that_is_not_there_is_refused() -> None:
     rows, q, k, v, _ = rows_and_arrays()
     base = BaseKeys(*(jnp.swapaxes(x[:, :10], 1, 2) for x in (k, v)))
     chain_attention(q, k, v, base, rows, implementation="reference")
-    unchecked: Any = getattr(chain_attention, "__wrapped__", chain_attention)
-    with pytest.raises(NotImplementedError, match="'pallas_metal' is not available"):
-        unchecked(q, k, v, base, rows, implementation="pallas_metal")
+    unknown: Any = "pallas_metal"
+    with unchecked(), pytest.raises(NotImplementedError, match="'pallas_metal' is not available"):
+        chain_attention(q, k, v, base, rows, implementation=unknown)

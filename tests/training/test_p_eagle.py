@@ -148,7 +148,8 @@ def test_a_whole_chain_drafts_what_decoding_drafts(
     options: Any = {"speculator": speculator, "max_new_tokens": 8}
     state = generate.jit_prefill(params, tokens, counts, table, **options)
     noise = jnp.zeros((len(prompts), k, tiny.VOCAB))
-    _, expected, _ = jax.jit(speculator.draft)(params, state, table, noise)
+    draft = jax.jit(speculator.draft, static_argnums=4)
+    _, expected, _, _ = draft(params, state, table, noise, k)
 
     # The same texts as training rows: the prompt and the first token of the answer.
     length = max(lengths) + k
