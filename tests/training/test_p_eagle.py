@@ -14,6 +14,7 @@ import pytest
 from peagle_jax.config import SamplingParams
 from peagle_jax.convert.checkpoint import load_drafter
 from peagle_jax.decoding import generate
+from peagle_jax.decoding.sampling import Draws
 from peagle_jax.errors import InputError
 from peagle_jax.training.batch import PackedBatch
 from peagle_jax.training.cod import Chains, ChainSampling, sample_chains
@@ -147,9 +148,10 @@ def test_a_whole_chain_drafts_what_decoding_drafts(
     tokens, counts, table = tiny.make_batch(prompts, requests, max(lengths), 8).arrays()
     options: Any = {"speculator": speculator, "max_new_tokens": 8}
     state = generate.jit_prefill(params, tokens, counts, table, **options)
-    noise = jnp.zeros((len(prompts), k, tiny.VOCAB))
+    rows = (len(prompts), k)
+    drawn = Draws(jnp.zeros((*rows, 2), jnp.uint32), jnp.zeros((*rows, tiny.VOCAB)))
     draft = jax.jit(speculator.draft, static_argnums=4)
-    _, expected, _, _ = draft(params, state, table, noise, k)
+    _, expected, _, _ = draft(params, state, table, drawn, k)
 
     # The same texts as training rows: the prompt and the first token of the answer.
     length = max(lengths) + k
