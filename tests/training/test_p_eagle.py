@@ -148,8 +148,8 @@ def test_a_whole_chain_drafts_what_decoding_drafts(
     tokens, counts, table = tiny.make_batch(prompts, requests, max(lengths), 8).arrays()
     options: Any = {"speculator": speculator, "max_new_tokens": 8}
     state = generate.jit_prefill(params, tokens, counts, table, **options)
-    rows = (len(prompts), k)
-    drawn = Draws(jnp.zeros((*rows, 2), jnp.uint32), jnp.zeros((*rows, tiny.VOCAB)))
+    shape = (len(prompts), k)
+    drawn = Draws(jnp.zeros((*shape, 2), jnp.uint32), jnp.zeros((*shape, tiny.VOCAB)))
     draft = jax.jit(speculator.draft, static_argnums=4)
     _, expected, _, _ = draft(params, state, table, drawn, k)
 
