@@ -81,8 +81,9 @@ def test_rates_follow_what_was_seen() -> None:
     np.testing.assert_array_equal(draft_length.observe(rates, accepted * 0, 0, active), rates)
 
 
-@pytest.mark.parametrize("method", ["p-eagle", "eagle3", "prompt-lookup"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("method", "temperature"), [("p-eagle", 0.0), ("eagle3", 1.0), ("prompt-lookup", 1.0)]
+)
 def test_tokens_equal_plain_decoding(method, temperature, models) -> None:
     params = SamplingParams(temperature=temperature)
     plain = tiny.run(models, models.speculator("none"), batch(params))

@@ -309,7 +309,6 @@ def logits_after_prompt(models: Tiny) -> list[np.ndarray]:
         ("p-eagle", "greedy"),
         ("eagle3", "sample"),
         ("prompt-lookup", "greedy"),
-        ("p-eagle+lookup", "greedy"),
     ],
 )
 def test_rejection_in_the_loop(method, mode, params, models, next_logits) -> None:

@@ -130,7 +130,7 @@ class TestCodAttention(KernelContract):
     ]
 
     @settings(
-        max_examples=3,
+        max_examples=2,
         deadline=None,
         suppress_health_check=[HealthCheck.differing_executors, HealthCheck.too_slow],
     )

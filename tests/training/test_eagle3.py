@@ -12,6 +12,7 @@ import pytest
 
 from peagle_jax.config import SamplingParams
 from peagle_jax.decoding import generate
+from peagle_jax.decoding.sampling import Draws
 from peagle_jax.errors import InputError
 from peagle_jax.models.cache import KVCache
 from peagle_jax.models.drafter import Drafter
@@ -156,8 +157,10 @@ def test_passes_equal_the_drafts_of_decoding(windows: Any, models: tiny.Tiny) ->
     tokens, counts, table = tiny.make_batch(prompts, requests, max(lengths), 8).arrays()
     options: Any = {"speculator": speculator, "max_new_tokens": 8}
     state = generate.jit_prefill(params, tokens, counts, table, **options)
-    noise = jnp.zeros((len(prompts), k, tiny.VOCAB))
-    drafts, expected, _ = jax.jit(speculator.draft)(params, state, table, noise)
+    shape = (len(prompts), k)
+    drawn = Draws(jnp.zeros((*shape, 2), jnp.uint32), jnp.zeros((*shape, tiny.VOCAB)))
+    draft = jax.jit(speculator.draft, static_argnums=4)
+    drafts, expected, _, _ = draft(params, state, table, drawn, k)
 
     # All three texts, packed into one row.
     texts = [
