@@ -153,10 +153,12 @@ def _step_costs(
                     ignore_eos=jax.numpy.ones(batch.rows, bool),
                 )
                 begin = time.perf_counter()
-                _, _, stats = jax.device_get(run(pair.params, prompts, lengths, limited, costs))
+                found = run(pair.params, prompts, lengths, limited, costs)
+                _, counts, stats = jax.device_get(found)
                 seconds = time.perf_counter() - begin
-                drafted = bool(stats.num_drafts.any())
-                return seconds, int(stats.num_drafts.max()) if drafted else tokens - 1
+                # Without drafts a step is a token; a context may have room for few of them.
+                steps = stats.num_drafts.max() or counts.max() - 1
+                return seconds, max(1, int(steps))
 
             def seconds_of(costs: Any) -> float:
                 # Prefill and what else is done once cancel out.

@@ -18,6 +18,7 @@ FLOORS = (
     "errors",
     "files",
     "json_values",
+    "markdown",
     "durable_lines",
     "config",
     "metrics",

@@ -166,7 +166,8 @@ def verify_once(
         state,
         target_cache=out.cache,
         last_token=choices[:, -1],
-        pending_features=out.features[..., :width],
+        # As wide as it was: another shape would be traced again.
+        pending_features=state.pending_features.at[:, :rows].set(out.features[..., :width]),
     )
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import jax
 
+from peagle_jax.markdown import cell, row
+
 Line = Mapping[str, Any]
 
 COLUMNS = (
@@ -40,7 +42,6 @@ NOTE = (
 
 def environment() -> dict[str, Any]:
     """Where figures come from: versions, device, processors."""
-    device = jax.devices()[0]
     versions = {}
     for name in ("peagle-jax", "jax", "jaxlib", "flax", "numpy"):
         versions[name] = metadata.version(name)
@@ -48,10 +49,16 @@ def environment() -> dict[str, Any]:
         "versions": versions,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
-        "device": f"{device.platform}: {device.device_kind} x {jax.device_count()}",
+        "device": device_name(),
         "threads": available_threads(),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
     }
+
+
+def device_name() -> str:
+    """Kind and number of the devices."""
+    device = jax.devices()[0]
+    return f"{device.platform}: {device.device_kind} x {jax.device_count()}"
 
 
 def available_threads() -> int:
@@ -83,7 +90,7 @@ def markdown(lines: Sequence[Line], settings: Mapping[str, Any]) -> str:
     text = ["# Benchmark", "", "```", settings["command"], "```", ""]
     text += ["| setting | value |", "| --- | --- |"]
     text += [
-        f"| {_cell(name)} | {_cell(_flat(value))} |"
+        f"| {cell(name)} | {cell(_flat(value))} |"
         for name, value in settings.items()
         if name != "command" and value not in (None, "", {}, [])
     ]
@@ -92,8 +99,8 @@ def markdown(lines: Sequence[Line], settings: Mapping[str, Any]) -> str:
 
 def table(lines: Sequence[Line]) -> list[str]:
     """The results as lines of Markdown."""
-    rows = [_row(COLUMNS), _row(["---", "---", *["---:"] * (len(COLUMNS) - 2)])]
-    return rows + [_row([_cell(cell) for cell in cells(line)]) for line in lines]
+    rows = [row(COLUMNS), row(["---", "---", *["---:"] * (len(COLUMNS) - 2)])]
+    return rows + [row([cell(value) for value in cells(line)]) for line in lines]
 
 
 def _number(value: float | None, digits: int, unit: str = "") -> str:
@@ -106,11 +113,3 @@ def _flat(value: Any) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(map(str, value))
     return str(value)
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
-
-
-def _row(values: Sequence[str]) -> str:
-    return f"| {' | '.join(values)} |"

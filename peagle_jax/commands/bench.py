@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from peagle_jax.bench.cases import AUTO
-from peagle_jax.commands.options import add_model, add_raw
+from peagle_jax.commands.options import add_model, add_raw, numbers
 from peagle_jax.commands.progress import progress_bar
 from peagle_jax.commands.prompts import read_prompts
 from peagle_jax.config import METHODS
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
     cases = make_cases(
         methods,
         _draft_lengths(args.num_draft_tokens),
-        _numbers("--batch", args.batch),
+        numbers("--batch", args.batch),
         _names(args.peers),
     )
     pythons = _pythons(args.peer_python)
@@ -266,19 +266,12 @@ def _names(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def _numbers(option: str, text: str) -> list[int]:
-    try:
-        return sorted({int(part) for part in _names(text)})
-    except ValueError:
-        raise InputError(
-            f"{option}: found {text!r}, expected a number, or some as in 1,3,5"
-        ) from None
-
-
 def _draft_lengths(text: str) -> list[int | str]:
     names = _names(text)
-    fixed = ",".join(name for name in names if name != AUTO)
-    lengths: list[int | str] = [*_numbers("--num-draft-tokens", fixed)]
+    fixed = [name for name in names if name != AUTO]
+    lengths: list[int | str] = []
+    if fixed or not names:
+        lengths += numbers("--num-draft-tokens", ",".join(fixed))
     return lengths + [AUTO] * (AUTO in names)
 
 

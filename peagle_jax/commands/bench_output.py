@@ -7,25 +7,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from peagle_jax.bench import report, session
+from peagle_jax.commands.tables import print_whole
 from peagle_jax.files import replace_file
 
 
 def print_table(lines: Sequence[dict[str, Any]]) -> None:
     """The results on stdout."""
-    console = Console()
     table = Table()
     for index, name in enumerate(report.COLUMNS):
         table.add_column(name, justify="right" if index > 1 else "left", no_wrap=True)
     for line in lines:
         table.add_row(*(cell.replace("**", "") for cell in report.cells(line)))
-    # A table wider than the terminal, or a file, wraps there instead of losing columns.
-    whole = console.options.update(width=10_000)
-    console.width = max(console.width, console.measure(table, options=whole).maximum)
-    console.print(table, highlight=False, markup=False)
+    print_whole(table)
 
 
 def write_files(

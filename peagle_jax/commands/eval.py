@@ -8,7 +8,7 @@ import json
 import sys
 from pathlib import Path
 
-from peagle_jax.commands.options import add_batch_size, add_drafter, add_model
+from peagle_jax.commands.options import add_batch_size, add_drafter, add_model, numbers
 from peagle_jax.commands.progress import progress_bar
 from peagle_jax.commands.prompts import read_records
 from peagle_jax.config import (
@@ -175,12 +175,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _numbers_of_drafts(text: str) -> list[int]:
     """The values of K in "1,3,5", ascending, each once."""
-    try:
-        depths = sorted({int(part) for part in text.split(",")})
-    except ValueError:
-        raise InputError(
-            f"--num-draft-tokens: found {text!r}, expected a number, or some as in 1,3,5"
-        ) from None
+    depths = numbers("--num-draft-tokens", text)
     for depth in depths:
         check_num_draft_tokens(depth)
     return depths

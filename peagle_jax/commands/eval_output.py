@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from rich.console import Console
 from rich.table import Table
 
 import peagle_jax
+from peagle_jax.bench.report import device_name
 from peagle_jax.commands.prompts import Record
+from peagle_jax.commands.tables import print_whole
 from peagle_jax.files import replace_file
+from peagle_jax.markdown import cell, row
 from peagle_jax.metrics import GenerationStats
 from peagle_jax.runner import Output
 from peagle_jax.training.evaluate import Acceptance, AcceptanceReport, first_difference
@@ -112,11 +114,10 @@ class Evaluation:
 
 def environment() -> dict[str, str]:
     """Where a figure comes from: versions and device."""
-    device = jax.devices()[0]
     return {
         "peagle_jax": peagle_jax.__version__,
         "jax": jax.__version__,
-        "device": f"{device.platform}: {device.device_kind} x {jax.device_count()}",
+        "device": device_name(),
     }
 
 
@@ -147,20 +148,16 @@ def table_rows(report: AcceptanceReport) -> tuple[list[str], list[list[str]]]:
 
 def print_tables(evaluation: Evaluation) -> None:
     """A table for each K on stdout."""
-    console = Console()
     for depth, report in evaluation.reports.items():
         header, rows = table_rows(report)
         table = Table()
         for column, name in enumerate(header):
             table.add_column(name, justify="right" if column else "left", no_wrap=True)
-        for row in rows[:-1]:
-            table.add_row(*row)
+        for values in rows[:-1]:
+            table.add_row(*values)
         table.add_section()
         table.add_row(*rows[-1], style="bold")
-        # A table wider than the terminal, or a file, wraps there instead of losing columns.
-        whole = console.options.update(width=10_000)
-        console.width = max(console.width, console.measure(table, options=whole).maximum)
-        console.print(f"K = {depth}", table, sep="\n", highlight=False)
+        print_whole(f"K = {depth}", table)
 
 
 def markdown(evaluation: Evaluation) -> str:
@@ -168,7 +165,7 @@ def markdown(evaluation: Evaluation) -> str:
     lines = ["# Acceptance", ""]
     lines += ["| setting | value |", "| --- | --- |"]
     lines += [
-        f"| {name} | {_cell(value)} |"
+        f"| {name} | {cell(value)} |"
         for name, value in evaluation.settings.items()
         if value is not None
     ]
@@ -177,8 +174,8 @@ def markdown(evaluation: Evaluation) -> str:
     ):
         header, rows = table_rows(report)
         lines += ["", f"## K = {depth}", "", f"{summary}.", ""]
-        lines += [_line(header), _line(["---"] + ["---:"] * (len(header) - 1))]
-        lines += [_line([_cell(cell) for cell in row]) for row in rows]
+        lines += [row(header), row(["---"] + ["---:"] * (len(header) - 1))]
+        lines += [row([cell(value) for value in values]) for values in rows]
     lines += ["", NOTE, ""]
     return "\n".join(lines)
 
@@ -192,11 +189,3 @@ def write_files(evaluation: Evaluation, folder: Path) -> None:
 
 def _rate(share: float) -> str:
     return f"{share:.3f}"
-
-
-def _cell(value: Any) -> str:
-    return str(value).replace("|", "\\|").replace("\n", " ")
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"

@@ -6,9 +6,20 @@ import argparse
 from typing import get_args
 
 from peagle_jax.config import METHODS, DraftSampling, SamplingParams, Verification
+from peagle_jax.errors import InputError
 
 # What add_argument makes: a parser, or a group of its options.
 Options = argparse._ActionsContainer
+
+
+def numbers(option: str, text: str) -> list[int]:
+    """Those of "1,3,5", rising, each once; raises InputError naming the option."""
+    try:
+        return sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        raise InputError(
+            f"{option}: found {text!r}, expected a number, or some as in 1,3,5"
+        ) from None
 
 
 def add_model(options: Options) -> None:

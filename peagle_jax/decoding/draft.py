@@ -53,7 +53,8 @@ class Drafting:
         """K tokens for every sequence. `drawn` is what the target would choose them with."""
         if not self.num_draft_tokens:
             none = jnp.zeros((state.length.shape[0], 0), jnp.int32)
-            return none, None, state.draft_cache, jnp.bool_(False)
+            # Where none is ever asked nothing waits for it.
+            return none, None, state.draft_cache, jnp.bool_(self.method == "none")
         if not looks_up(self.method):
             return self._by_network(state, requests, drawn)
         found, shared = look_up(state.history, state.length, self.num_draft_tokens)

@@ -185,3 +185,13 @@ def test_costs_are_medians_and_are_remembered(monkeypatch, tmp_path) -> None:
     kept.write_text("{")
     times = iter([0.01] * 12)
     np.testing.assert_allclose(step_costs.remembered(("a", 1), measured), [10] * 3, rtol=1e-6)
+
+
+def test_plain_decoding_keeps_nothing_for_a_drafter(models) -> None:
+    prompts, lengths, table = batch(new=8).arrays()
+    options = {"speculator": models.speculator("none"), "max_new_tokens": 8}
+    params = models.params("none")
+    state = generate.jit_prefill(params, prompts, lengths, table, **options)
+    state = generate.jit_advance(params, state, table, lengths, num_steps=4, **options)
+    assert state.emitted.tolist() == [5, 5, 5]
+    assert state.pending_count.tolist() == [1, 1, 1]
