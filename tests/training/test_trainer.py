@@ -134,7 +134,8 @@ def test_it_learns_and_logs_every_step(whole, tmp_path):
     assert (line["tokens"], line["answer_tokens"]) == (24, 24)
     rate = 0.1 + 0.9 * 0.5 * (1 + np.cos(np.pi * 4 / 11))
     assert line["learning_rate"] == pytest.approx(0.05 * rate)
-    assert line["step_seconds"] >= line["data_seconds"] >= 0
+    assert line["tokens_per_second"] == pytest.approx(24 / line["step_seconds"])
+    assert 0 <= line["data_seconds"] < summary.seconds
 
 
 def test_a_run_that_failed_midway_goes_on_as_if_it_had_not(whole, tmp_path):
