@@ -22,6 +22,7 @@ from peagle_jax.config import (
     SamplingParams,
     Verification,
     check_num_draft_tokens,
+    drafts_tree,
     looks_up,
     needs_drafter,
     network_method,
@@ -35,6 +36,8 @@ from peagle_jax.text import Prompt
 DEFAULT_DRAFT_TOKENS = 5
 # Draft lengths that "auto" chooses from, as far as the drafter's own goes.
 AUTO_LENGTHS = (0, 1, 3, 5, 8)
+# Of a tree: with the newest token they fill one tile of a matrix product.
+TREE_NODES = 7
 # Target aliases whose drafter ships with the package, under the same name.
 SHIPPED_DRAFTERS = ("smollm2",)
 # Drafts after which an acceptance of nothing at all means a fault, not bad luck.
@@ -121,6 +124,8 @@ def make_speculator(
     lengths: tuple[int, ...] = ()
     if num_draft_tokens == "auto":
         lengths = _auto_lengths(pair.drafter if needs_drafter(method) else None)
+        if drafts_tree(method):
+            lengths = (0, TREE_NODES)
         num_draft_tokens = lengths[-1]
     check_num_draft_tokens(num_draft_tokens)
     if not needs_drafter(method):
@@ -138,6 +143,11 @@ def make_speculator(
         raise InputError(
             f"draft_sampling: found 'sample' with {method!r} and the rejection rule, expected "
             "'greedy': drafts that are looked up are samples of nothing"
+        )
+    if drafts_tree(method) and verify == "rejection":
+        raise InputError(
+            f"verify: found 'rejection' with {method!r}, expected 'coupled': the drafts of a tree "
+            "are alternatives, samples of nothing"
         )
     return Speculator(
         pair.target,

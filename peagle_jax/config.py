@@ -13,12 +13,21 @@ from peagle_jax.errors import InputError
 
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 RouterScores = Literal["softmax_top_k", "top_k_softmax"]
-Method = Literal["p-eagle", "eagle3", "p-eagle+lookup", "eagle3+lookup", "prompt-lookup", "none"]
+Method = Literal[
+    "p-eagle",
+    "eagle3",
+    "p-eagle+lookup",
+    "eagle3+lookup",
+    "p-eagle+tree",
+    "p-eagle+tree+lookup",
+    "prompt-lookup",
+    "none",
+]
 DraftSampling = Literal["greedy", "sample"]
 Verification = Literal["coupled", "rejection"]
 
 METHODS: tuple[Method, ...] = get_args(Method)
-_LOOKUP = "+lookup"
+_LOOKUP, _TREE = "+lookup", "+tree"
 MAX_DRAFT_TOKENS = 32
 
 
@@ -29,12 +38,17 @@ def needs_drafter(method: Method | None) -> bool:
 
 def network_method(method: Method) -> str | None:
     """What a drafter must have been trained for, "p-eagle" or "eagle3"; None without one."""
-    return method.removesuffix(_LOOKUP) if needs_drafter(method) else None
+    return method.split("+")[0] if needs_drafter(method) else None
 
 
 def looks_up(method: Method) -> bool:
     """Whether the text's own past drafts, alone or before a drafter is asked."""
     return method == "prompt-lookup" or method.endswith(_LOOKUP)
+
+
+def drafts_tree(method: Method) -> bool:
+    """Whether the drafts of a step are alternatives, a tree, rather than one chain."""
+    return _TREE in method
 
 
 @dataclasses.dataclass(frozen=True)

@@ -303,7 +303,8 @@ def test_bad_sampling_parameters(pair, params, words) -> None:
             (
                 "method",
                 "'medusa'",
-                "p-eagle, eagle3, p-eagle+lookup, eagle3+lookup, prompt-lookup, none",
+                "p-eagle, eagle3, p-eagle+lookup",
+                "p-eagle+tree, p-eagle+tree+lookup, prompt-lookup, none",
             ),
         ),
         ({"draft_sampling": "beam"}, ("draft_sampling", "'beam'", "greedy, sample")),

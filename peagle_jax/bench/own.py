@@ -147,8 +147,8 @@ def draft_once(
     """The drafting of a step; the drafts become the state's newest tokens, to keep them alive."""
     drawn = _draws(speculator, state, requests)
     k = speculator.num_draft_tokens
-    drafts, _, cache, _ = speculator.draft(params, state, requests, drawn.rows(slice(k)), k)
-    return dataclasses.replace(state, draft_cache=cache, last_token=drafts[:, -1])
+    drafted = speculator.draft(params, state, requests, drawn.rows(slice(k)), k)
+    return dataclasses.replace(state, draft_cache=drafted.cache, last_token=drafted.tokens[:, -1])
 
 
 def verify_once(

@@ -1,5 +1,7 @@
 """Drafting: K tokens in one pass (P-EAGLE), in K passes (EAGLE-3), or from the text's own past.
 
+One pass can also draft a tree, see draft_tree.py.
+
 Positions are as in speculate.py: a sequence's m pending rows end at position n - 1, and drafts
 are for positions n + 1 .. n + K.
 """
@@ -12,10 +14,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from peagle_jax.config import DraftSampling, Method, Verification, looks_up, needs_drafter
-from peagle_jax.decoding import sampling
+from peagle_jax.decoding import draft_tree, sampling
+from peagle_jax.decoding.draft_tree import DraftTree
 from peagle_jax.decoding.networks import Networks
 from peagle_jax.decoding.prompt_lookup import SURE_NGRAM, look_up
 from peagle_jax.decoding.sampling import Draws, RequestArrays
@@ -23,26 +27,41 @@ from peagle_jax.decoding.state import DecodeState
 from peagle_jax.models.layers import ROW_TILE
 from peagle_jax.models.paged_cache import Cache
 
-# Drafted tokens as target ids; their processed logits, over the draft vocabulary, where a
-# verification by rejection needs them; the drafter's cache; whether it has what was pending.
-Drafted = tuple[
-    Int[Array, "batch drafts"],
-    Float[Array, "batch drafts draft_vocab"] | None,
-    Cache | None,
-    Bool[Array, ""],
-]
+
+@struct.dataclass
+class Drafted:
+    """What a draft gives.
+
+    tokens: target ids.
+    cache: the drafter's.
+    asked: the drafter has what was pending.
+    logits: processed, over the draft vocabulary, where a verification by rejection needs them.
+    tree: what `tokens` follow, where they are not a chain.
+    """
+
+    tokens: Int[Array, "batch drafts"]
+    cache: Cache | None
+    asked: Bool[Array, ""]
+    logits: Float[Array, "batch drafts draft_vocab"] | None = None
+    tree: DraftTree | None = None
+
+
 Picked = tuple[Int[Array, "batch drafts"], Float[Array, "batch drafts draft_vocab"] | None]
 
 
 @dataclasses.dataclass(frozen=True)
 class Drafting:
-    """How a sequence's next K tokens are guessed; see `Speculator` for the fields."""
+    """How a sequence's next K tokens are guessed; see `Speculator` for the fields.
+
+    num_nodes: of a tree, of which a pass guesses `num_draft_tokens` depths; 0 = a chain.
+    """
 
     networks: Networks
     method: Method
     num_draft_tokens: int
     draft_sampling: DraftSampling
     verification: Verification
+    num_nodes: int = 0
 
     def draft(
         self,
@@ -54,24 +73,41 @@ class Drafting:
         if not self.num_draft_tokens:
             none = jnp.zeros((state.length.shape[0], 0), jnp.int32)
             # Where none is ever asked nothing waits for it.
-            return none, None, state.draft_cache, jnp.bool_(self.method == "none")
+            return Drafted(none, state.draft_cache, jnp.bool_(self.method == "none"))
+        if self.num_nodes:
+            return self._tree(state, requests, drawn)
         if not looks_up(self.method):
             return self._by_network(state, requests, drawn)
         found, shared = look_up(state.history, state.length, self.num_draft_tokens)
         if not needs_drafter(self.method):
-            return found, None, state.draft_cache, jnp.bool_(True)
+            return Drafted(found, state.draft_cache, jnp.bool_(True))
         sure = shared >= SURE_NGRAM
 
         def ask() -> Drafted:
-            drafts, logits, cache, asked = self._by_network(state, requests, drawn)
-            assert logits is None, "drafts that were looked up are samples of nothing"
-            return jnp.where(sure[:, None], found, drafts), None, cache, asked
+            drafted = self._by_network(state, requests, drawn)
+            assert drafted.logits is None, "drafts that were looked up are samples of nothing"
+            tokens = jnp.where(sure[:, None], found, drafted.tokens)
+            return dataclasses.replace(drafted, tokens=tokens)
 
         # Where no sequence needs it the drafter rests, as long as there is room for what it has
         # not seen.
         most = state.pending_tokens.shape[1] - (self.num_draft_tokens + 1)
         rests = jnp.all(state.finished | (sure & (state.pending_count <= most)))
-        return jax.lax.cond(rests, lambda: (found, None, state.draft_cache, jnp.bool_(False)), ask)
+        resting = Drafted(found, state.draft_cache, jnp.bool_(False))
+        drafted: Drafted = jax.lax.cond(rests, lambda: resting, ask)
+        return drafted
+
+    def _tree(self, state: DecodeState, requests: RequestArrays, drawn: Draws) -> Drafted:
+        """`num_nodes` tokens for every sequence."""
+        stream, cache = self._one_pass(state)
+        # Of a depth no more ranks than that can be among the nodes.
+        ranks = min(self.num_nodes, self._head_size())
+        log_probs, ids = self._alternatives(stream, requests, drawn, ranks)
+        found = None
+        if looks_up(self.method):
+            found = look_up(state.history, state.length, self.num_nodes)
+        tree = draft_tree.grow(log_probs, ids, self.num_nodes, found)
+        return Drafted(tree.tokens, cache, jnp.bool_(True), tree=tree)
 
     def _by_network(self, state: DecodeState, requests: RequestArrays, drawn: Draws) -> Drafted:
         assert self.networks.drafter is not None
@@ -85,21 +121,25 @@ class Drafting:
         m is mostly small: where every sequence's rows fit one tile of the matrix products, a
         smaller pass of the same meaning is taken.
         """
-        few = max(1, ROW_TILE - (self.num_draft_tokens - 1))
-        stream, cache = self._in_few_rows(state, few, self._parallel_pass)
+        stream, cache = self._one_pass(state)
         drafts, logits = self._pick(stream, requests, drawn)
-        return drafts, logits, cache, jnp.bool_(True)
+        return Drafted(drafts, cache, jnp.bool_(True), logits)
+
+    def _one_pass(self, state: DecodeState) -> tuple[Float[Array, "batch drafts hidden"], Cache]:
+        few = max(1, ROW_TILE - (self.num_draft_tokens - 1))
+        return self._in_few_rows(state, few, self._parallel_pass)
 
     def _in_few_rows(
         self, state: DecodeState, few: int, run: Callable[..., tuple[Array, Cache]]
     ) -> tuple[Array, Cache]:
-        """`run(state, m, most)`, `most` as few rows as all sequences' m fit in: `few`, the K+1
+        """`run(state, m, most)`, `most` as few rows as all sequences' m fit in: `few`, those
         that a step of this length confirms at most, or all there are."""
         # A finished row's m is stale, and nothing of it counts.
         m = jnp.where(state.finished, 1, state.pending_count)
         rows = state.pending_tokens.shape[1]
         few = min(few, rows)
-        sizes = sorted({few, max(few, self.num_draft_tokens + 1), rows})
+        confirmed = max(self.num_draft_tokens, self.num_nodes) + 1
+        sizes = sorted({few, min(rows, max(few, confirmed)), rows})
         place = jnp.sum(jnp.max(m) > jnp.array(sizes[:-1], jnp.int32))
         branches = [lambda most=most: run(state, jnp.minimum(m, most), most) for most in sizes]
         return jax.lax.switch(place, branches) if len(sizes) > 1 else branches[0]()
@@ -149,7 +189,7 @@ class Drafting:
             all_logits.append(logits)
         kept = [logits for logits in all_logits if logits is not None]
         together = jnp.concatenate(kept, 1) if kept else None
-        return jnp.concatenate(all_drafts, 1), together, cache, jnp.bool_(True)
+        return Drafted(jnp.concatenate(all_drafts, 1), cache, jnp.bool_(True), together)
 
     def _first_pass(
         self, state: DecodeState, m: Int[Array, "batch"], most: int
@@ -194,6 +234,32 @@ class Drafting:
                 lambda: sampling.sample(raw(), requests, drawn, ids),
             )
         return networks.of_drafter(draft_ids, method="target_ids"), logits
+
+    def _alternatives(
+        self,
+        stream: Float[Array, "batch depths hidden"],
+        requests: RequestArrays,
+        drawn: Draws,
+        ranks: int,
+    ) -> tuple[Float[Array, "batch depths ranks"], Int[Array, "batch depths ranks"]]:
+        """The best tokens of every depth and how sure the drafter is of each; drafts that are
+        sampled are the best ones under the target's own noise."""
+        networks, ids = self.networks, self._token_ids()
+        logits = networks.draft_head(stream, "logits")
+
+        def noisy() -> Array:
+            along = drawn.rows(slice(self.num_draft_tokens))
+            noise = along.noise_of(requests, logits.shape[-1], ids)
+            return sampling.process_logits(logits, requests) + noise
+
+        if self.draft_sampling == "sample":
+            logits = jax.lax.cond(jnp.all(requests.greedy), lambda: logits, noisy)
+        log_probs, best = jax.lax.top_k(jax.nn.log_softmax(logits, axis=-1), ranks)
+        return log_probs, networks.of_drafter(best, method="target_ids")
+
+    def _head_size(self) -> int:
+        assert self.networks.drafter is not None
+        return self.networks.drafter.draft_vocab_size
 
     def _token_ids(self) -> Any:
         """The target's ids of the draft vocabulary's tokens, None where all are drafted."""

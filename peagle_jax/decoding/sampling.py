@@ -115,6 +115,14 @@ class Draws:
         noise = None if self.noise is None else self.noise[:, at]
         return Draws(self.keys[:, at], noise)
 
+    def at(self, rows: Int[Array, "batch some"]) -> Draws:
+        """Row `rows[b, i]` of sequence b as its i-th."""
+        index = rows[..., None]
+        noise = self.noise
+        if noise is not None:
+            noise = jnp.take_along_axis(noise, index, axis=1)
+        return Draws(jnp.take_along_axis(self.keys, index, axis=1), noise)
+
     def noise_of(
         self, requests: RequestArrays, size: int, token_ids: Int[Array, "size"] | None
     ) -> Float[Array, "batch rows size"]:

@@ -2,13 +2,13 @@
 
 One step serves every method: plain decoding is the step with K = 0, EAGLE-3 the step whose
 drafts take K passes, P-EAGLE the one whose drafts take one, prompt lookup the one whose drafts
-take none. Whole-loop
-generation, streaming and a serving engine all call `Speculator.step`.
+take none. Whole-loop generation, streaming and a serving engine all call `Speculator.step`.
 
 Positions. `length` n counts the tokens whose keys are in the target's cache, so
 the newest token x_n stands at position n and is not in it yet. A step verifies
 x_n, d_1 .. d_K at positions n .. n+K. Its m confirmed tokens become the pending
-rows of the next draft: (x_{p+1}, f_p) for p = n .. n+m-1.
+rows of the next draft: (x_{p+1}, f_p) for p = n .. n+m-1. Of a tree the branch that
+stands is moved to these positions.
 """
 
 from __future__ import annotations
@@ -28,12 +28,14 @@ from peagle_jax.config import (
     Method,
     ModelConfig,
     Verification,
+    drafts_tree,
     looks_up,
     network_method,
 )
 from peagle_jax.decoding import draft_length, sampling
 from peagle_jax.decoding.draft import Drafted, Drafting
 from peagle_jax.decoding.draft_length import FIRST_RATE, MOST_PENDING
+from peagle_jax.decoding.draft_tree import depths
 from peagle_jax.decoding.networks import Networks
 from peagle_jax.decoding.sampling import Draws, RequestArrays
 from peagle_jax.decoding.state import DecodeState, Params
@@ -42,6 +44,7 @@ from peagle_jax.decoding.verify import (
     after_rejection,
     verify_coupled,
     verify_rejection,
+    verify_tree,
 )
 from peagle_jax.models.cache import KVCache
 from peagle_jax.models.decoder import DecoderOutput
@@ -55,7 +58,7 @@ class Speculator:
 
     `num_draft_tokens` is K, 0 exactly when `method` is "none". There is a drafter exactly
     when the method needs one. `lengths`: the draft lengths that each step chooses from, rising
-    from 0 to K; none = always K.
+    from 0 to K; none = always K. Of a tree K is the number of its nodes.
     """
 
     target: ModelConfig
@@ -79,6 +82,8 @@ class Speculator:
             and (self.verification, self.draft_sampling) == ("rejection", "sample")
         ):
             raise ValueError("drafts that are looked up are samples of nothing")
+        if drafts_tree(self.method) and self.verification == "rejection":
+            raise ValueError("a tree's drafts are alternatives, samples of nothing")
         if self.lengths and (
             list(self.lengths) != sorted({0, *self.lengths})
             or self.lengths[-1] != self.num_draft_tokens
@@ -99,7 +104,8 @@ class Speculator:
     def pending_rows(self) -> int:
         """Rows of `DecodeState.pending_tokens`: as many tokens as can be confirmed between two
         drafts, which are K+1 where every step drafts."""
-        rests = self.lengths or (self.drafter and looks_up(self.method))
+        chains = not drafts_tree(self.method)
+        rests = self.lengths or (self.drafter and chains and looks_up(self.method))
         return max(self.num_draft_tokens + 1, MOST_PENDING if rests else 0)
 
     def required_capacity(self, prompt_size: int, max_new_tokens: int) -> int:
@@ -185,21 +191,23 @@ class Speculator:
         with jax.named_scope("verify"):
             drawn = sampling.draws(requests, positions, self.target.vocab_size)
         with jax.named_scope("draft"):
-            drafts, draft_logits, draft_cache, asked = self.draft(
-                params, state, requests, drawn.rows(slice(k)), k
-            )
+            drafted = self.draft(params, state, requests, drawn.rows(slice(k)), k)
         with jax.named_scope("verify"):
-            tokens = jnp.concatenate([state.last_token[:, None], drafts], axis=1)
+            tree = drafted.tree
+            sees = None if tree is None else tree.sees
+            tokens = jnp.concatenate([state.last_token[:, None], drafted.tokens], axis=1)
             out = self.networks(params).of_target(
-                tokens, state.length, state.target_cache, self.aux_layer_ids
+                tokens, state.length, state.target_cache, self.aux_layer_ids, None, sees
             )
-            if self.verification == "coupled" or not k:
+            if self.verification == "rejection" and k:
+                verified = self._reject(params, drafted, out.hidden, requests, positions)
+            elif tree is None:
                 choices = self.choose(params, out.hidden, requests, drawn)
-                verified = verify_coupled(drafts, choices)
+                verified = verify_coupled(drafted.tokens, choices)
             else:
-                verified = self._reject(
-                    params, drafts, draft_logits, out.hidden, requests, positions
-                )
+                choices = self.choose(params, out.hidden, requests, drawn, depths(tree.sees))
+                verified, rows = verify_tree(tree, choices)
+                out = _only(out, state.length, rows)
         with jax.named_scope("commit"):
             active = ~state.finished
             stood = verified.count - 1
@@ -207,7 +215,7 @@ class Speculator:
             state = dataclasses.replace(
                 state,
                 target_cache=out.cache,
-                draft_cache=draft_cache,
+                draft_cache=drafted.cache,
                 num_drafts=state.num_drafts + active * (1 if k else 0),
                 num_draft_tokens=state.num_draft_tokens + active * k,
                 accepted_per_position=state.accepted_per_position + accepted,
@@ -215,7 +223,7 @@ class Speculator:
             if self.lengths:
                 rates = draft_length.observe(state.rates, stood, k, active)
                 state = dataclasses.replace(state, rates=rates)
-            return self.commit(state, requests, verified, out.features, asked)
+            return self.commit(state, requests, verified, out.features, drafted.asked)
 
     def commit(
         self,
@@ -292,13 +300,18 @@ class Speculator:
         drawn: Draws,
         k: int,
     ) -> Drafted:
-        """k tokens for every sequence; see `Drafting.draft`."""
+        """k tokens for every sequence; see `Drafting.draft`. Of a tree k is the number of nodes,
+        at as many depths as the drafter was trained for."""
+        nodes, num_depths = 0, k
+        if self.drafter and drafts_tree(self.method):
+            nodes, num_depths = k, min(k, self.drafter.trained_num_draft_tokens or k)
         return Drafting(
             self.networks(params),
             self.method,
-            k,
+            num_depths,
             self.draft_sampling,
             self.verification,
+            nodes,
         ).draft(state, requests, drawn)
 
     # --- the target's choices -----------------------------------------------------
@@ -309,29 +322,31 @@ class Speculator:
         hidden: Float[Array, "batch rows hidden"],
         requests: RequestArrays,
         drawn: Draws,
+        at: Int[Array, "batch rows"] | None = None,
     ) -> Int[Array, "batch rows"]:
         """The target's own token at every row. Where no row samples nothing is made of
-        the logits but their argmax."""
+        the logits but their argmax. `at`: which of `drawn` a row is drawn with; None = its own."""
         networks = self.networks(params)
 
         def apply(method: str) -> Any:
             return networks.of_target(hidden, method=method)
 
         def sample() -> Array:
-            return sampling.sample(apply("logits"), requests, drawn)
+            noise = drawn if at is None else drawn.at(at)
+            return sampling.sample(apply("logits"), requests, noise)
 
         return jax.lax.cond(jnp.all(requests.greedy), lambda: apply("best"), sample)
 
     def _reject(
         self,
         params: Params,
-        drafts: Array,
-        draft_logits: Array | None,
+        drafted: Drafted,
         hidden: Array,
         requests: RequestArrays,
         positions: Array,
     ) -> Verified:
         """The classical rule, with q over the target's vocabulary where drafts were sampled."""
+        drafts, draft_logits = drafted.tokens, drafted.logits
         reduced = self.drafter and self.drafter.draft_vocab_size < self.drafter.vocab_size
         if draft_logits is not None and reduced:
             ids = params["drafter"]["draft_to_target"]
@@ -376,6 +391,18 @@ class Speculator:
     def networks(self, params: Params) -> Networks:
         """Both networks with their parameters."""
         return Networks(self.target, self.drafter, self.dtype, params)
+
+
+def _only(
+    out: DecoderOutput, start: Int[Array, "batch"], rows: Int[Array, "batch rows"]
+) -> DecoderOutput:
+    """Some rows of a tree, as if they had been verified as a chain."""
+    layers: Any = [layer.moved(start, rows) for layer in out.cache.layers]
+    return DecoderOutput(
+        jnp.take_along_axis(out.hidden, rows[..., None], axis=1),
+        jnp.take_along_axis(out.features, rows[..., None], axis=1),
+        out.cache.with_layers(layers),
+    )
 
 
 def _select(active: Array, new: Array, old: Array) -> Array:

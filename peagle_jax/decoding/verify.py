@@ -9,6 +9,8 @@ Row j of the target's K+1 rows is the distribution of the token after draft j
   speculative decoding).
 - rejection: the classical rule (arXiv 2211.17192, 2302.01318): a draft d stands
   with probability min(1, p(d)/q(d)); otherwise a token of norm(max(p - q, 0)).
+
+Of a tree of drafts the coupled rule follows the branch that the target's own draws take.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.verify_sample import reference
+from peagle_jax.decoding.draft_tree import DraftTree, depths
 
 
 @struct.dataclass
@@ -34,6 +37,28 @@ def verify_coupled(
 ) -> Verified:
     """`choices`: the target's own token at each of the K+1 rows."""
     return Verified(choices, 1 + _leading(drafts == choices[:, :-1]))
+
+
+def verify_tree(
+    tree: DraftTree, choices: Int[Array, "batch rows"]
+) -> tuple[Verified, Int[Array, "batch rows"]]:
+    """The longest branch whose every token is what the target chose in the row before it.
+
+    choices: the target's own token at each row of the tree, the newest token's first.
+
+    Returns what is confirmed, and the rows it comes from, as many as are confirmed.
+    """
+    sees = tree.sees
+    stands = tree.tokens == jnp.take_along_axis(choices, tree.parents, axis=1)
+    stands = jnp.pad(stands, ((0, 0), (1, 0)), constant_values=True)
+    whole = jnp.all(stands[:, None] | ~sees, axis=-1)
+    depth = depths(sees)
+    best = jnp.argmax(jnp.where(whole, depth, -1), axis=1)[:, None]
+    branch = jnp.take_along_axis(sees, best[..., None], axis=1)
+    at_depth = depth[:, None] == jnp.arange(depth.shape[1])[:, None]
+    path = jnp.argmax(branch & at_depth, axis=-1).astype(jnp.int32)
+    count = jnp.take_along_axis(depth, best, axis=1)[:, 0] + 1
+    return Verified(jnp.take_along_axis(choices, path, axis=1), count), path
 
 
 def verify_rejection(

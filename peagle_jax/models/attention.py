@@ -12,7 +12,7 @@ from typing import Any
 
 import flax.linen as nn
 from flax import struct
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from peagle_jax.config import BlockConfig
 from peagle_jax.models.cache import LayerCache
@@ -81,19 +81,28 @@ class CachedAttend:
     counts: how many of a sequence's rows are real, the rest being padding; None = all. In
         a ring padding must not be written, and a call of more rows than its slots allow
         attends to the window before it and to its own rows.
+    tree: the rows are branches, see `verify_attention`; None = one chain.
     """
 
     cache: LayerCache | PagedLayerCache
     start: Int[Array, "batch"]
     window: int | None = struct.field(pytree_node=False)
     counts: Int[Array, "batch"] | None = None
+    tree: Bool[Array, "batch rows rows"] | None = None
 
     def __call__(
         self, q: Array, k: Array, v: Array, sinks: Array | None = None
     ) -> tuple[Array, LayerCache | PagedLayerCache]:
         """The output rows, and the cache with the new keys and values."""
         return self.cache.attend(
-            q, k, v, self.start, window=self.window, counts=self.counts, sinks=sinks
+            q,
+            k,
+            v,
+            self.start,
+            window=self.window,
+            counts=self.counts,
+            sinks=sinks,
+            tree=self.tree,
         )
 
 
@@ -102,10 +111,11 @@ def cached_attends(
     cache: Cache,
     start: Int[Array, "batch"],
     counts: Int[Array, "batch"] | None,
+    tree: Bool[Array, "batch rows rows"] | None = None,
 ) -> list[CachedAttend]:
     """A CachedAttend for each layer of a network."""
     layers: Sequence[LayerCache | PagedLayerCache] = cache.layers
     return [
-        CachedAttend(layer, start, config.window(index), counts)
+        CachedAttend(layer, start, config.window(index), counts, tree)
         for index, layer in enumerate(layers)
     ]

@@ -18,9 +18,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.cache_write import write_cache
 from pallas_kernels.verify_attention import verify_attention
@@ -52,6 +53,7 @@ class LayerCache:
         window: int | None,
         counts: Int[Array, "batch"] | None,
         sinks: Float[Array, "heads"] | None,
+        tree: Bool[Array, "batch rows rows"] | None = None,
     ) -> tuple[Float[Array, "batch rows heads dim"], LayerCache]:
         """New rows at positions `start ..`, written and attending; see `CachedAttend`."""
         rows = q.shape[1]
@@ -62,7 +64,9 @@ class LayerCache:
             seen = self.beside(start, window, k, v)
         else:
             seen = written = self.write(start, k, v)
-        out = verify_attention(q, seen.keys, seen.values, start, window=window, sinks=sinks)
+        out = verify_attention(
+            q, seen.keys, seen.values, start, window=window, sinks=sinks, tree=tree
+        )
         return out, written
 
     def write(
@@ -87,6 +91,17 @@ class LayerCache:
             implementation="reference",  # XLA updates the loop's cache in place
         )
         return dataclasses.replace(self, keys=written[0], values=written[1])
+
+    def moved(self, start: Int[Array, "batch"], rows: Int[Array, "batch rows"]) -> LayerCache:
+        """What was written last at positions `start ..`, row `rows[j]` of it now as row j."""
+        slots = start[:, None] + rows
+        if self.ring:
+            slots %= self.capacity
+
+        def take(x: Array) -> Array:
+            return jax.vmap(lambda one, at: one[:, at].swapaxes(0, 1))(x, slots)
+
+        return self.write(start, take(self.keys), take(self.values))
 
     def write_some(
         self,

@@ -10,7 +10,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from peagle_jax.config import ModelConfig
 from peagle_jax.models.attention import Attend, cached_attends
@@ -66,15 +66,19 @@ class Decoder(nn.Module):
         cache: Cache,
         aux_layer_ids: tuple[int, ...] = (),
         counts: Int[Array, "batch"] | None = None,
+        tree: Bool[Array, "batch rows rows"] | None = None,
     ) -> DecoderOutput:
         """Rows of sequence b stand at positions `start[b], start[b] + 1, ...`; the first
-        `counts[b]` are real (None = all), the rest padding.
+        `counts[b]` are real (None = all), the rest padding. With a `tree` rows are branches:
+        a row stands as many positions past `start[b]` as it sees others of them, and row j's
+        keys are in the cache at position `start[b] + j` all the same (see `LayerCache.moved`).
 
         `aux_layer_ids`: the depths handed to a drafter; id l is the residual
         stream after l layers (0 = the embeddings).
         """
-        positions = start[:, None] + jnp.arange(tokens.shape[1])
-        attends = cached_attends(self.config.block, cache, start, counts)
+        past = jnp.arange(tokens.shape[1]) if tree is None else jnp.sum(tree, axis=-1) - 1
+        positions = start[:, None] + past
+        attends = cached_attends(self.config.block, cache, start, counts, tree)
         hidden, features, written = self.run_layers(tokens, positions, attends, aux_layer_ids)
         return DecoderOutput(hidden, features, cache.with_layers(written))
 

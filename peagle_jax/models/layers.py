@@ -21,6 +21,7 @@ from peagle_jax.config import GateConfig, RopeConfig
 INIT_STDDEV = 0.02
 # Rows that a matrix product handles at once at no extra cost.
 ROW_TILE = 8
+_FEW_ROWS = 128  # up to so many, `kernel @ x.T` is faster than `x @ kernel.T` on CPU
 normal_init = nn.initializers.normal(INIT_STDDEV)
 ones_init = nn.initializers.ones
 zeros_init = nn.initializers.zeros
@@ -67,11 +68,14 @@ def matmul_out_in(
 ) -> Float[Array, "*rows out"]:
     """`x @ kernel.T`, computed as `(kernel @ x.T).T`, accumulated in float32.
 
-    2 to 15 rows are padded to a multiple of ROW_TILE: on CPU whole tiles are what keeps
-    a verification near the cost of one row (docs/design.md), and other platforms pad to
-    a tile anyway.
+    Of few rows, that order is what keeps a verification near the cost of one row on CPU
+    (docs/design.md): XLA would turn it around there, so it is told not to.
     """
-    return _product(x, kernel).T.reshape(*x.shape[:-1], kernel.shape[0])
+    product = _product(x, kernel)
+    if 1 < product.shape[1] <= _FEW_ROWS:
+        keep = jax.lax.optimization_barrier
+        product = jax.lax.platform_dependent(product, cpu=keep, default=lambda y: y)
+    return product.T.reshape(*x.shape[:-1], kernel.shape[0])
 
 
 def argmax_out_in(
@@ -84,10 +88,14 @@ def argmax_out_in(
 
 
 def _product(x: Float[Array, "*rows in"], kernel: Float[Array, "out in"]) -> Array:
-    """`kernel @ x.T` as float32 `[out, number of rows]`."""
+    """`kernel @ x.T` as float32 `[out, number of rows]`.
+
+    5 to 31 rows are padded to whole tiles: on CPU these are faster, and other platforms pad to
+    a tile anyway.
+    """
     flat = x.reshape(-1, x.shape[-1])
     rows = flat.shape[0]
-    if 1 < rows < 2 * ROW_TILE:
+    if ROW_TILE // 2 < rows < 4 * ROW_TILE:
         flat = jnp.pad(flat, ((0, -rows % ROW_TILE), (0, 0)))
     y = jax.lax.dot_general(
         kernel, flat, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32

@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import struct
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.cache_write import write_cache_paged
 from pallas_kernels.verify_attention import verify_attention_paged
@@ -57,6 +57,7 @@ class PagedLayerCache:
         window: int | None,
         counts: Int[Array, "batch"] | None,
         sinks: Float[Array, "heads"] | None,
+        tree: Bool[Array, "batch rows rows"] | None = None,
     ) -> tuple[Float[Array, "batch rows heads dim"], PagedLayerCache]:
         """New rows at positions `start ..`, written and attending; see `CachedAttend`.
 
@@ -67,19 +68,44 @@ class PagedLayerCache:
         del counts
 
         def run(
-            q: Array, k: Array, v: Array, old: LayerPages, table: Array, start: Array, sinks: Any
+            q: Array,
+            k: Array,
+            v: Array,
+            old: LayerPages,
+            table: Array,
+            start: Array,
+            sinks: Any,
+            tree: Any,
         ) -> tuple[Array, LayerPages]:
             keys, values = write_cache_paged(old.keys, old.values, k, v, table, start)
-            out = verify_attention_paged(q, keys, values, table, start, window=window, sinks=sinks)
+            out = verify_attention_paged(
+                q, keys, values, table, start, window=window, sinks=sinks, tree=tree
+            )
             return out, LayerPages(keys, values)
 
         axis, whole = self.split_over, PartitionSpec()
         rows, pages = PartitionSpec(None, None, axis), PartitionSpec(None, axis)
         run_split = per_device(
-            run, (rows, rows, rows, pages, whole, whole, PartitionSpec(axis)), (rows, pages)
+            run,
+            (rows, rows, rows, pages, whole, whole, PartitionSpec(axis), whole),
+            (rows, pages),
         )
-        out, new = run_split(q, k, v, self.pages, self.table, start, sinks)
+        out, new = run_split(q, k, v, self.pages, self.table, start, sinks, tree)
         return out, dataclasses.replace(self, pages=new)
+
+    def moved(self, start: Int[Array, "batch"], rows: Int[Array, "batch rows"]) -> PagedLayerCache:
+        """What was written last at positions `start ..`, row `rows[j]` of it now as row j."""
+
+        def run(old: LayerPages, table: Array, start: Array, rows: Array) -> LayerPages:
+            size = old.keys.shape[2]
+            at = start[:, None] + rows
+            page = jnp.take_along_axis(table, at // size, axis=1)
+            keys, values = (x[page, :, at % size] for x in (old.keys, old.values))
+            return LayerPages(*write_cache_paged(old.keys, old.values, keys, values, table, start))
+
+        whole, pages = PartitionSpec(), PartitionSpec(None, self.split_over)
+        run_split = per_device(run, (pages, whole, whole, whole), pages)
+        return dataclasses.replace(self, pages=run_split(self.pages, self.table, start, rows))
 
 
 @struct.dataclass

@@ -133,7 +133,7 @@ def test_a_drafter_that_was_not_asked_catches_up(method, models) -> None:
     def advance(speculator, params, state, table, costs):
         positions = state.length[:, None] + 1 + jnp.arange(4)
         drawn = sampling.draws(table, positions, models.target.vocab_size)
-        drafts, _, _, _ = speculator.draft(params, state, table, drawn.rows(slice(3)), 3)
+        drafts = speculator.draft(params, state, table, drawn.rows(slice(3)), 3).tokens
         if speculator.lengths:
             state = state.replace(step_costs=costs)
         after = speculator.step(params, state, table)

@@ -130,7 +130,8 @@ def test_caches_and_draft_logits_equal_those_from_scratch(method, models) -> Non
         assert_same_prefix(state.target_cache, target_cache, n, "target")
         # Before a draft the newest confirmed rows are still to come ...
         assert_same_prefix(state.draft_cache, draft_cache, n - pending, "drafter, before")
-        drafts, draft_logits, after, _ = draft(params, state, table, drawn, K)
+        drafted = draft(params, state, table, drawn, K)
+        drafts, draft_logits, after = drafted.tokens, drafted.logits, drafted.cache
         # ... and after it none is.
         assert_same_prefix(after, draft_cache, n, "drafter, after")
         np.testing.assert_allclose(draft_logits * scale, logits, atol=2e-5)

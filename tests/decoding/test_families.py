@@ -87,6 +87,15 @@ def test_tokens_equal_plain_decoding(models: Tiny, plain: list[Result]) -> None:
     assert_equal(run(models, "p-eagle"), plain)
 
 
+@pytest.mark.parametrize("models", ["gpt-oss", "qwen3"], indirect=True)
+def test_trees_among_windows(models: Tiny, plain: list[Result]) -> None:
+    """A row's window reaches back from its depth, not from its place among the rows."""
+    tree = run(models, "p-eagle+tree")
+    for after, before in zip(tree, plain, strict=True):
+        assert after.rows() == before.rows()
+    assert (sum(result.accepted.sum(axis=0) for result in tree)[:2] > 0).all()
+
+
 @pytest.mark.parametrize("models", ["gpt-oss"], indirect=True)
 @pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
 def test_windows_of_the_drafter(method: str, models: Tiny, plain: list[Result]) -> None:

@@ -160,12 +160,12 @@ class Tiny:
     trees: dict[str, Any]
 
     def speculator(self, method: str, num_draft_tokens: int = 0, **options: Any) -> Speculator:
-        drafter = self.drafters.get(method.removesuffix("+lookup"))
+        drafter = self.drafters.get(method.split("+")[0])
         return Speculator(self.target, drafter, method, num_draft_tokens, **options)  # type: ignore[arg-type]
 
     def params(self, method: str) -> dict[str, Any]:
         tree = {"target": self.trees["target"]}
-        method = method.removesuffix("+lookup")
+        method = method.split("+")[0]
         return {**tree, "drafter": self.trees[method]} if method in self.trees else tree
 
     def with_target(self, **changes: Any) -> Tiny:

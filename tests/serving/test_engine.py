@@ -58,6 +58,7 @@ CASES = {
         "p-eagle", 3, 4, page_size=4, num_pages=34, steps=2, lengths=(0, 1, 3)
     ),
     "with lookup, few pages": Case("p-eagle+lookup", 3, 4, page_size=4, num_pages=34, steps=2),
+    "tree, few pages": Case("p-eagle+tree", 7, 4, page_size=4, num_pages=26, steps=1),
     # Two widths of tables; parts of several prompts together, filled up to 4.
     "narrow, together": Case(
         "p-eagle", 3, 6, 8, None, 24, 4, sizes=ProgramSizes(prefill_rows=256, least_width=32)

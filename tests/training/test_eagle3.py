@@ -160,7 +160,8 @@ def test_passes_equal_the_drafts_of_decoding(windows: Any, models: tiny.Tiny) ->
     shape = (len(prompts), k)
     drawn = Draws(jnp.zeros((*shape, 2), jnp.uint32), jnp.zeros((*shape, tiny.VOCAB)))
     draft = jax.jit(speculator.draft, static_argnums=4)
-    drafts, expected, _, _ = draft(params, state, table, drawn, k)
+    drafted = draft(params, state, table, drawn, k)
+    drafts, expected = drafted.tokens, drafted.logits
 
     # All three texts, packed into one row.
     texts = [

@@ -1,0 +1,71 @@
+#!/usr/bin/env python3
+"""Time products of few rows with SmolLM2-sized kernels on this device: what docs/design.md says.
+
+Prints a Markdown table: milliseconds for a chain of 20 pairs of products with float32 kernels
+[1536, 576] and [576, 1536], as `x @ W.T`, as `(W @ x.T).T` left to XLA, and as the models compute
+it. The best of several repeats, interleaved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import jax
+
+from peagle_jax.markdown import row
+from peagle_jax.models.layers import matmul_out_in
+
+ROWS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 64, 128, 512)
+
+
+def direct(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """`x @ kernel.T`."""
+    return jax.lax.dot_general(x, kernel, (((1,), (1,)), ((), ())))
+
+
+def turned(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """`(kernel @ x.T).T`."""
+    return jax.lax.dot_general(kernel, x, (((1,), (1,)), ((), ()))).T
+
+
+WAYS = {"x @ W.T": direct, "(W @ x.T).T": turned, "as computed": matmul_out_in}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=10)
+    repeats = parser.parse_args().repeats
+    keys = jax.random.split(jax.random.key(0), 20)
+    up = [0.02 * jax.random.normal(key, (1536, 576)) for key in keys]
+    down = [0.02 * jax.random.normal(key, (576, 1536)) for key in keys]
+    print(row(["rows", *WAYS]))
+    print(row(["---"] * (1 + len(WAYS))))
+    for rows in ROWS:
+        x = jax.random.normal(jax.random.key(1), (rows, 576))
+        programs = {}
+        for name, product in WAYS.items():
+
+            def chain(x, up, down, product=product):
+                for a, b in zip(up, down, strict=True):
+                    x = x + 1e-3 * product(jax.nn.silu(product(x, a)), b)
+                return x
+
+            programs[name] = jax.jit(chain).lower(x, up, down).compile()
+            jax.block_until_ready(programs[name](x, up, down))
+        best = dict.fromkeys(programs, float("inf"))
+        for _ in range(repeats):
+            for name, program in programs.items():
+                begin = time.perf_counter()
+                jax.block_until_ready(program(x, up, down))
+                best[name] = min(best[name], time.perf_counter() - begin)
+        print(row([str(rows), *(f"{1e3 * value:.1f}" for value in best.values())]), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
