@@ -137,7 +137,8 @@ def test_loss_and_gradient_equal_those_of_decoding(drafter: Any, remat: bool) ->
     method = objective(drafter, remat=remat).gradient
     loss, sums, gradient = jax.jit(method)(trained, frozen, target, batch, view, 7.0)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
-    dense.assert_trees_close(gradient, expected, 1e-5)
+    # In float32 this is 0.1e-5 to 1.1e-5, by the order in which products of few rows are summed.
+    dense.assert_trees_close(gradient, expected, 2e-5)
     np.testing.assert_array_equal(sums.count, counts)
     assert counts[0] > counts[1] > counts[2] > 10
 
