@@ -36,8 +36,8 @@ from peagle_jax.text import Prompt
 DEFAULT_DRAFT_TOKENS = 5
 # Draft lengths that "auto" chooses from, as far as the drafter's own goes.
 AUTO_LENGTHS = (0, 1, 3, 5, 8)
-# Of a tree: with the newest token they fill one tile of a matrix product.
-TREE_NODES = 7
+# Of trees: with the newest token they fill half a tile of a matrix product, or a whole one.
+TREE_LENGTHS = (0, 3, 7)
 # Target aliases whose drafter ships with the package, under the same name.
 SHIPPED_DRAFTERS = ("smollm2",)
 # Drafts after which an acceptance of nothing at all means a fault, not bad luck.
@@ -125,7 +125,7 @@ def make_speculator(
     if num_draft_tokens == "auto":
         lengths = _auto_lengths(pair.drafter if needs_drafter(method) else None)
         if drafts_tree(method):
-            lengths = (0, TREE_NODES)
+            lengths = TREE_LENGTHS
         num_draft_tokens = lengths[-1]
     check_num_draft_tokens(num_draft_tokens)
     if not needs_drafter(method):

@@ -6,8 +6,8 @@
 
 The target has the widths of Llama 3 8B but 8 layers, so that it fits every chip; the P-EAGLE
 drafter has 4. Programs: a verification of 1, 8 and 9 rows up to the argmax, one draft pass of
-K = 1 and K = 8, and the whole step of K = 8 (compiled only: its estimate would add up branches
-of which one is taken).
+K = 1 and K = 8, and the whole step of K = 8, as a chain and as a tree (compiled only: their
+estimates would add up branches of which one is taken).
 
 An estimate is the sum of `estimated_cycles` over the optimised program, over the clock, plus the
 bytes that the Pallas calls declare over the HBM bandwidth, at full caches. Both parts are
@@ -40,7 +40,7 @@ from jax.sharding import SingleDeviceSharding
 
 from pallas_kernels.chips import CHIPS, Chip
 from pallas_kernels.target import Target, compile_for
-from peagle_jax.config import BlockConfig, DrafterConfig, ModelConfig
+from peagle_jax.config import BlockConfig, DrafterConfig, Method, ModelConfig
 from peagle_jax.decoding.draft import Drafting
 from peagle_jax.decoding.sampling import RequestArrays
 from peagle_jax.decoding.speculate import Speculator
@@ -64,9 +64,9 @@ DTYPE = jnp.bfloat16
 CONTEXT = 4096
 
 
-def speculator(k: int) -> Speculator:
+def speculator(k: int, method: Method = "p-eagle") -> Speculator:
     """The P-EAGLE step of K drafts."""
-    return Speculator(TARGET, DRAFTER, "p-eagle", k, draft_sampling="greedy", dtype="bfloat16")
+    return Speculator(TARGET, DRAFTER, method, k, draft_sampling="greedy", dtype="bfloat16")
 
 
 def requests(batch: int) -> Any:
@@ -122,11 +122,13 @@ def draft(batch: int, k: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return run, (state_of(k, batch), both_params())
 
 
-def step(batch: int, k: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def step(
+    batch: int, k: int, method: Method = "p-eagle"
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The whole speculative step."""
 
     def run(state: Any, params: Any, asked: Any) -> Any:
-        return speculator(k).step(params, state, asked)
+        return speculator(k, method).step(params, state, asked)
 
     return run, (state_of(k, batch), both_params(), requests(batch))
 
@@ -138,6 +140,7 @@ PROGRAMS: dict[str, Callable[[int], tuple[Callable[..., Any], tuple[Any, ...]]]]
     "draft K=1": lambda batch: draft(batch, 1),
     "draft K=8": lambda batch: draft(batch, 8),
     "step K=8": lambda batch: step(batch, 8),
+    "step tree K=8": lambda batch: step(batch, 8, "p-eagle+tree"),
 }
 
 

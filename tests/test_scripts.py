@@ -35,7 +35,7 @@ def step_script(monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "shape"),
-    [("verify 8 rows", (2, 8)), ("draft K=8", (2, 8)), ("step K=8", (2,))],
+    [("verify 8 rows", (2, 8)), ("draft K=8", (2, 8)), ("step K=8", (2,)), ("step tree K=8", (2,))],
 )
 def test_the_programs_of_check_tpu_step_can_be_traced(step_script, name, shape) -> None:
     function, arguments = step_script.PROGRAMS[name](2)
