@@ -45,6 +45,12 @@ class Drafted:
     logits: Float[Array, "batch drafts draft_vocab"] | None = None
     tree: DraftTree | None = None
 
+    def best(self, num_nodes: int) -> Drafted:
+        """Fewer nodes of a tree."""
+        assert self.tree is not None
+        tree = self.tree.best(num_nodes)
+        return dataclasses.replace(self, tokens=tree.tokens, tree=tree)
+
 
 Picked = tuple[Int[Array, "batch drafts"], Float[Array, "batch drafts draft_vocab"] | None]
 

@@ -2,8 +2,9 @@
 
 A step of K drafts yields 1 + r_1 + r_1 r_2 + .. + r_1 .. r_K tokens on average, r_j being how
 often draft j is accepted where those before it were. The K of the most tokens a millisecond is
-taken, 0 among them. Costs are measured, see `peagle_jax.step_costs`; rates are followed for each
-sequence, so both may be wrong without a token being so.
+taken, 0 among them. Of a tree, once it is drafted, the drafter's confidence says how many of its
+nodes are worth a verification. Costs are measured, see `peagle_jax.step_costs`; rates are
+followed for each sequence, so both may be wrong without a token being so.
 """
 
 from __future__ import annotations
@@ -39,6 +40,25 @@ def choose(
     tokens = jnp.sum(jnp.where(active[:, None], expected[:, jnp.array(lengths)], 0.0), axis=0)
     value = tokens / costs
     return jnp.argmax(jnp.where((jnp.array(lengths) == 0) & must_draft, -1.0, value))
+
+
+def choose_nodes(
+    scores: Float[Array, "batch nodes"],
+    active: Bool[Array, "batch"],
+    costs: Float[Array, "sizes"],
+    sizes: tuple[int, ...],
+) -> Int[Array, ""]:
+    """Index into `sizes` of how many of a tree's nodes to verify for the most tokens a
+    millisecond: the best n nodes yield 1 + the sum of their probabilities on average.
+
+    Args:
+      scores: log-probability of each node, see `DraftTree`.
+      costs: milliseconds of a step with each of `sizes` nodes.
+    """
+    likeliest = jnp.flip(jnp.sort(jnp.exp(scores), axis=1), axis=1)
+    expected = 1.0 + jnp.cumsum(likeliest, axis=1)[:, jnp.array(sizes) - 1]
+    tokens = jnp.sum(jnp.where(active[:, None], expected, 0.0), axis=0)
+    return jnp.argmax(tokens / costs)
 
 
 def observe(

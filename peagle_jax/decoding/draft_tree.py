@@ -30,10 +30,18 @@ _NEXT_FOUND = (0.50, 0.60, 0.74, 0.88)
 
 @struct.dataclass
 class DraftTree:
-    """N drafted tokens, and the row each of them follows."""
+    """N drafted tokens, and the row each of them follows.
+
+    scores: log of how likely the branch up to each is to stand, as far as the drafter knows.
+    """
 
     tokens: Int[Array, "batch nodes"]
     parents: Int[Array, "batch nodes"]
+    scores: Float[Array, "batch nodes"]
+
+    def best(self, num_nodes: int) -> DraftTree:
+        """The most likely of the nodes alone."""
+        return _cut(self.scores, self.tokens, self.parents - 1, num_nodes)
 
     @property
     def sees(self) -> Bool[Array, "batch rows rows"]:
@@ -105,12 +113,23 @@ def grow(
         scores = jnp.concatenate([scores, branch], axis=1)
         named = jnp.concatenate([named, looked_up], axis=1)
         parents += [-1, *range(len(paths), len(paths) + num_nodes - 1)]
+    return _cut(scores, named, jnp.broadcast_to(jnp.array(parents), named.shape), num_nodes)
+
+
+def _cut(
+    scores: Float[Array, "batch all"],
+    tokens: Int[Array, "batch all"],
+    parents: Int[Array, "batch all"],
+    num_nodes: int,
+) -> DraftTree:
+    """The best nodes of those there are; `parents` are nodes here, -1 the newest token."""
+
+    def take(x: Array) -> Array:
+        return jnp.take_along_axis(x, taken, axis=1)
+
     # A child is never likelier than its parent, and of equals the first is taken.
     _, taken = jax.lax.top_k(scores, num_nodes)
     taken = jnp.sort(taken, axis=1)
-    above = jnp.array(parents)[taken]
+    above = take(parents)
     before = jnp.sum(taken[:, None] < above[..., None], axis=-1, dtype=jnp.int32)
-    return DraftTree(
-        tokens=jnp.take_along_axis(named, taken, axis=1),
-        parents=jnp.where(above < 0, 0, 1 + before),
-    )
+    return DraftTree(take(tokens), jnp.where(above < 0, 0, 1 + before), take(scores))

@@ -178,20 +178,46 @@ class Speculator:
         active = ~state.finished
         full = jnp.any(active & (state.pending_count >= self.pending_rows))
         choice = draft_length.choose(state.rates, active, full, state.step_costs, self.lengths)
+        lengths = self.lengths
+        if drafts_tree(self.method):  # how many nodes is known when it is drafted
+            choice, lengths = jnp.minimum(choice, 1), (0, self.num_draft_tokens)
         return jax.lax.switch(
-            choice, [lambda s, k=k: self._step(params, s, requests, k) for k in self.lengths], state
+            choice, [lambda s, k=k: self._step(params, s, requests, k) for k in lengths], state
         )
 
     def _step(
         self, params: Params, state: DecodeState, requests: RequestArrays, k: int
     ) -> DecodeState:
-        """A step of k drafts."""
+        """A step of k drafts; of a tree, of as many of its nodes as are worth it."""
         # Row j of the verification decides the token at position n + 1 + j.
         positions = state.length[:, None] + 1 + jnp.arange(k + 1)
         with jax.named_scope("verify"):
             drawn = sampling.draws(requests, positions, self.target.vocab_size)
         with jax.named_scope("draft"):
             drafted = self.draft(params, state, requests, drawn.rows(slice(k)), k)
+        sizes = self.lengths[1:]
+        if drafted.tree is None or not sizes:
+            return self._confirm(params, state, requests, drafted, drawn)
+        choice = draft_length.choose_nodes(
+            drafted.tree.scores, ~state.finished, state.step_costs[1:], sizes
+        )
+        return jax.lax.switch(
+            choice,
+            [lambda s, d, n=n: self._confirm(params, s, requests, d.best(n), drawn) for n in sizes],
+            state,
+            drafted,
+        )
+
+    def _confirm(
+        self,
+        params: Params,
+        state: DecodeState,
+        requests: RequestArrays,
+        drafted: Drafted,
+        drawn: Draws,
+    ) -> DecodeState:
+        """The target's pass over what was drafted, and what of it stands."""
+        k = drafted.tokens.shape[1]
         with jax.named_scope("verify"):
             tree = drafted.tree
             sees = None if tree is None else tree.sees
@@ -200,7 +226,7 @@ class Speculator:
                 tokens, state.length, state.target_cache, self.aux_layer_ids, None, sees
             )
             if self.verification == "rejection" and k:
-                verified = self._reject(params, drafted, out.hidden, requests, positions)
+                verified = self._reject(params, drafted, out.hidden, requests, state.length)
             elif tree is None:
                 choices = self.choose(params, out.hidden, requests, drawn)
                 verified = verify_coupled(drafted.tokens, choices)
@@ -343,10 +369,11 @@ class Speculator:
         drafted: Drafted,
         hidden: Array,
         requests: RequestArrays,
-        positions: Array,
+        length: Array,
     ) -> Verified:
         """The classical rule, with q over the target's vocabulary where drafts were sampled."""
         drafts, draft_logits = drafted.tokens, drafted.logits
+        positions = length[:, None] + 1 + jnp.arange(drafts.shape[1] + 1)
         reduced = self.drafter and self.drafter.draft_vocab_size < self.drafter.vocab_size
         if draft_logits is not None and reduced:
             ids = params["drafter"]["draft_to_target"]

@@ -82,7 +82,8 @@ def test_rates_follow_what_was_seen() -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "temperature"), [("p-eagle", 0.0), ("eagle3", 1.0), ("prompt-lookup", 1.0)]
+    ("method", "temperature"),
+    [("p-eagle", 0.0), ("eagle3", 1.0), ("prompt-lookup", 1.0), ("p-eagle+tree+lookup", 1.0)],
 )
 def test_tokens_equal_plain_decoding(method, temperature, models) -> None:
     params = SamplingParams(temperature=temperature)
@@ -99,7 +100,7 @@ def test_tokens_equal_plain_decoding(method, temperature, models) -> None:
     assert drafts[0] > drafts[2] >= (NEW // MOST_PENDING) * len(PROMPTS)
 
 
-@pytest.mark.parametrize("method", ["p-eagle", "eagle3"])
+@pytest.mark.parametrize("method", ["p-eagle", "eagle3", "p-eagle+tree"])
 def test_one_length_always_is_the_fixed_one(method, models) -> None:
     fixed = tiny.run(models, models.speculator(method, 3), batch())
     costs = jnp.asarray(step_costs.forced(LENGTHS, 2))

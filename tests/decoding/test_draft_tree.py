@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from peagle_jax.api import make_speculator
-from peagle_jax.decoding import draft_tree
+from peagle_jax.decoding import draft_length, draft_tree
 from peagle_jax.decoding.draft_tree import DraftTree
 from peagle_jax.decoding.verify import verify_tree
 from peagle_jax.errors import InputError
@@ -82,9 +82,33 @@ def test_candidates_hold_every_node_that_can_be_taken(nodes: int, depths: int, c
     assert taken == set(found)
 
 
+def test_fewer_nodes_are_the_best_of_them() -> None:
+    log_probs, tokens = best_tokens(5, 6, 3, 9)
+    arrays = jnp.asarray(log_probs), jnp.asarray(tokens)
+    tree, few = draft_tree.grow(*arrays, 9).best(4), draft_tree.grow(*arrays, 4)
+    for row in range(6):
+        assert branches(tree, row) == branches(few, row)
+    np.testing.assert_array_equal(tree.scores, few.scores)
+
+
+def test_as_many_nodes_as_are_worth_it() -> None:
+    """Expected tokens of 1, 3 and 5 nodes: 1.9, 2.5, 2.52 and 1.1, 1.2, 1.24."""
+    scores = jnp.log(jnp.array([[0.01, 0.2, 0.9, 0.4, 0.01], [0.1, 0.05, 0.05, 0.02, 0.02]]))
+    both, sizes = jnp.array([True, True]), (1, 3, 5)
+
+    def chosen(costs: list[float], active: jnp.ndarray = both) -> int:
+        return int(draft_length.choose_nodes(scores, active, jnp.array(costs, jnp.float32), sizes))
+
+    assert chosen([10, 10, 10]) == 2
+    assert chosen([10, 11.9, 12.2]) == 1  # 0.3, 0.311, 0.308 tokens a millisecond
+    assert chosen([10, 12.5, 15]) == 0
+    assert chosen([10, 11.9, 12.2], jnp.array([False, True])) == 0
+
+
 def random_tree(rng: np.random.Generator, nodes: int) -> DraftTree:
     parents = np.array([[rng.integers(0, j + 1) for j in range(nodes)] for _ in range(40)])
-    return DraftTree(jnp.asarray(rng.integers(0, 3, (40, nodes))), jnp.asarray(parents))
+    tokens = jnp.asarray(rng.integers(0, 3, (40, nodes)))
+    return DraftTree(tokens, jnp.asarray(parents), jnp.zeros((40, nodes)))
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 7, 13])
