@@ -46,7 +46,9 @@ class Drafted:
     tree: DraftTree | None = None
 
     def best(self, num_nodes: int) -> Drafted:
-        """Fewer nodes of a tree."""
+        """Fewer nodes of a tree, or no drafts."""
+        if not num_nodes:
+            return dataclasses.replace(self, tokens=self.tokens[:, :0], tree=None)
         assert self.tree is not None
         tree = self.tree.best(num_nodes)
         return dataclasses.replace(self, tokens=tree.tokens, tree=tree)

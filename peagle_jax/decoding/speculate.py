@@ -14,6 +14,8 @@ stands is moved to these positions.
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -35,7 +37,7 @@ from peagle_jax.config import (
 from peagle_jax.decoding import draft_length, sampling
 from peagle_jax.decoding.draft import Drafted, Drafting
 from peagle_jax.decoding.draft_length import FIRST_RATE, MOST_PENDING
-from peagle_jax.decoding.draft_tree import depths
+from peagle_jax.decoding.draft_tree import DraftTree, depths
 from peagle_jax.decoding.networks import Networks
 from peagle_jax.decoding.sampling import Draws, RequestArrays
 from peagle_jax.decoding.state import DecodeState, Params
@@ -178,35 +180,59 @@ class Speculator:
         active = ~state.finished
         full = jnp.any(active & (state.pending_count >= self.pending_rows))
         choice = draft_length.choose(state.rates, active, full, state.step_costs, self.lengths)
-        lengths = self.lengths
-        if drafts_tree(self.method):  # how many nodes is known when it is drafted
-            choice, lengths = jnp.minimum(choice, 1), (0, self.num_draft_tokens)
-        return jax.lax.switch(
-            choice, [lambda s, k=k: self._step(params, s, requests, k) for k in lengths], state
-        )
+        if drafts_tree(self.method):
+            return self._tree_step(params, state, requests, choice > 0)
+
+        def step(k: int, state: DecodeState) -> DecodeState:
+            return self._step(params, state, requests, k)
+
+        return _switch(choice, [functools.partial(step, k) for k in self.lengths], state)
 
     def _step(
         self, params: Params, state: DecodeState, requests: RequestArrays, k: int
     ) -> DecodeState:
-        """A step of k drafts; of a tree, of as many of its nodes as are worth it."""
-        # Row j of the verification decides the token at position n + 1 + j.
-        positions = state.length[:, None] + 1 + jnp.arange(k + 1)
-        with jax.named_scope("verify"):
-            drawn = sampling.draws(requests, positions, self.target.vocab_size)
+        """A step of k drafts."""
+        drawn = self._draws(state, requests, k)
         with jax.named_scope("draft"):
             drafted = self.draft(params, state, requests, drawn.rows(slice(k)), k)
-        sizes = self.lengths[1:]
-        if drafted.tree is None or not sizes:
-            return self._confirm(params, state, requests, drafted, drawn)
-        choice = draft_length.choose_nodes(
-            drafted.tree.scores, ~state.finished, state.step_costs[1:], sizes
-        )
-        return jax.lax.switch(
-            choice,
-            [lambda s, d, n=n: self._confirm(params, s, requests, d.best(n), drawn) for n in sizes],
-            state,
-            drafted,
-        )
+        return self._confirm(params, state, requests, drafted, drawn)
+
+    def _tree_step(
+        self, params: Params, state: DecodeState, requests: RequestArrays, drafts: Bool[Array, ""]
+    ) -> DecodeState:
+        """A step of no drafts, or of as many of a tree's nodes as are worth it."""
+        k = self.num_draft_tokens
+        drawn = self._draws(state, requests, k)
+
+        def nothing() -> Drafted:
+            none = jnp.zeros((state.length.shape[0], k), jnp.int32)
+            tree = DraftTree(none, none, none.astype(jnp.float32))
+            return Drafted(none, state.draft_cache, jnp.bool_(False), tree=tree)
+
+        def some() -> Drafted:
+            return self.draft(params, state, requests, drawn.rows(slice(k)), k)
+
+        with jax.named_scope("draft"):
+            drafted: Drafted = jax.lax.cond(drafts, some, nothing)
+        assert drafted.tree is not None
+        sizes, costs = self.lengths[1:], state.step_costs[1:]
+        nodes = draft_length.choose_nodes(drafted.tree.scores, ~state.finished, costs, sizes)
+
+        state = dataclasses.replace(state, draft_cache=drafted.cache)
+        drafted = dataclasses.replace(drafted, cache=None)
+
+        def confirm(nodes: int, state: DecodeState) -> DecodeState:
+            some = dataclasses.replace(drafted.best(nodes), cache=state.draft_cache)
+            return self._confirm(params, state, requests, some, drawn)
+
+        choice = jnp.where(drafts, 1 + nodes, 0)
+        return _switch(choice, [functools.partial(confirm, n) for n in self.lengths], state)
+
+    def _draws(self, state: DecodeState, requests: RequestArrays, k: int) -> Draws:
+        """Row j of a chain's verification decides the token at position n + 1 + j."""
+        positions = state.length[:, None] + 1 + jnp.arange(k + 1)
+        with jax.named_scope("verify"):
+            return sampling.draws(requests, positions, self.target.vocab_size)
 
     def _confirm(
         self,
@@ -228,6 +254,7 @@ class Speculator:
             if self.verification == "rejection" and k:
                 verified = self._reject(params, drafted, out.hidden, requests, state.length)
             elif tree is None:
+                drawn = drawn.rows(slice(k + 1))
                 choices = self.choose(params, out.hidden, requests, drawn)
                 verified = verify_coupled(drafted.tokens, choices)
             else:
@@ -430,6 +457,25 @@ def _only(
         jnp.take_along_axis(out.features, rows[..., None], axis=1),
         out.cache.with_layers(layers),
     )
+
+
+def _switch(
+    index: Int[Array, ""],
+    branches: Sequence[Callable[[DecodeState], DecodeState]],
+    state: DecodeState,
+) -> DecodeState:
+    """`jax.lax.switch`, but for the caches: XLA's conditionals copy these on CPU, loops do not."""
+
+    def go_on(carried: tuple[Array, DecodeState]) -> Array:
+        return carried[0]
+
+    for place, branch in enumerate(branches):
+
+        def once(carried: tuple[Array, DecodeState], branch: Any = branch) -> Any:
+            return jnp.zeros_like(carried[0]), branch(carried[1])
+
+        _, state = jax.lax.while_loop(go_on, once, (index == place, state))
+    return state
 
 
 def _select(active: Array, new: Array, old: Array) -> Array:
