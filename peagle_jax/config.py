@@ -210,6 +210,7 @@ class DrafterConfig:
     `draft_vocab_size` == `vocab_size` means no draft vocabulary; otherwise the
     parameters hold `d2t`, the target id of every draft id.
     `own_embedding` / `own_head`: False = the target's is lent.
+    `bos_token_id` and `eos_token_ids` are kept for other engines; here the target's count.
     """
 
     block: BlockConfig
@@ -227,6 +228,8 @@ class DrafterConfig:
     own_head: bool = True
     logit_scale: float = 1.0
     trained_num_draft_tokens: int | None = None
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.block.moe is not None or self.block.sinks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 
@@ -66,6 +67,41 @@ def test_a_model_of_ones_own_and_its_table(small, capsys) -> None:
     assert "data=4" not in out
 
 
+@pytest.mark.parametrize(("method", "curves"), [("prompt-lookup", 2), ("none", 1)])
+def test_a_picture_by_batch(small, method, curves, capsys, tmp_path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "batches.png"
+    options = ["--topology", "v6e:2x4", "--plot", str(picture), "--json", "--method", method]
+    assert cli.main([*small, *options]) == 0
+    found = json.loads(capsys.readouterr().out)["by_batch"]
+    assert [curve["method"] for curve in found] == [method, "none"][:curves]
+    for curve in found:
+        fitting = [one["batch"] for one in curve["batches"] if one["fits"]]
+        assert curve["largest_batch"] == fitting[-1]
+        assert 8 in fitting
+        assert not curve["batches"][-1]["fits"]
+    content = picture.read_bytes()
+    assert content.startswith(b"\x89PNG")
+    assert len(content) > 20_000
+
+
+def test_a_picture_where_nothing_fits(capsys, tmp_path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "batches.png"
+    options = ["--topology", "v6e:1x1", "--batch", "4", "--plot", str(picture)]
+    assert cli.main([*OSS, *options]) == 1
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_without_matplotlib(small, capsys, monkeypatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: None if name == "matplotlib" else find(name)
+    )
+    assert cli.main([*small, "--plot", "batches.png"]) == 2
+    assert "--plot: found no matplotlib, expected it from pip install" in capsys.readouterr().err
+
+
 def test_what_does_not_fit_ends_with_1(capsys) -> None:
     assert cli.main([*OSS, "--topology", "v6e:1x1", "--batch", "4"]) == 1
     out = capsys.readouterr().out
@@ -83,6 +119,8 @@ def test_what_does_not_fit_ends_with_1(capsys) -> None:
         (["--context", "4096"], "--context: found 4096, expected 2 to 128"),
         (["--num-draft-tokens", "auto"], "--num-draft-tokens: found auto, expected a number"),
         (["--method", "p-eagle"], "method: found 'p-eagle', but no drafter is loaded"),
+        (["--plot", "batches.svg"], "--plot: found 'batches.svg', expected a name that ends in"),
+        (["--plot", "nowhere/batches.png"], "--plot: found no folder 'nowhere', expected one"),
         (["--acceptance-length", "9"], "--acceptance-length: found 9.0, expected 1 to 1"),
         (["--model", "nowhere/model/folder"], "nowhere/model/folder: found no such"),
     ],

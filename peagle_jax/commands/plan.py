@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from peagle_jax.commands.options import add_drafter, add_drafting, add_model
@@ -12,6 +14,7 @@ from peagle_jax.config import needs_drafter
 from peagle_jax.errors import InputError
 
 if TYPE_CHECKING:
+    from peagle_jax.plan.batches import Curve
     from peagle_jax.plan.compiled import Compiled
     from peagle_jax.plan.estimate import MeshPlan
     from peagle_jax.plan.models import Described
@@ -68,6 +71,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="compile prefill and step with the TPU compiler (libtpu) for their memory",
     )
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE.png",
+        help="draw tokens/s by batch, with drafts and without, and the largest batch that fits",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -75,6 +84,8 @@ def run(args: argparse.Namespace) -> int:
     """Prints the plan; 1 where the run does not fit."""
     if args.num_draft_tokens == "auto":
         raise InputError("--num-draft-tokens: found auto, expected a number to plan for")
+    if args.plot is not None:
+        _check_plot(args.plot)
     # Nothing runs here, and a TPU that is there may be busy.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     for name, value in _COMPILER.items() if args.compile else ():
@@ -115,12 +126,32 @@ def run(args: argparse.Namespace) -> int:
         from peagle_jax.plan.compiled import compile_programs
 
         compiled = compile_programs(chosen)
+    curves = None
+    if args.plot is not None:
+        from peagle_jax.commands.plan_plot import draw
+        from peagle_jax.files import replace_file
+        from peagle_jax.plan.batches import by_batch
+
+        curves = by_batch(job, chosen.mesh)
+        name = Path(args.model).name
+        replace_file(args.plot, draw(curves, chosen, name, args.acceptance_length is None))
     if args.json:
-        print(json.dumps(_values(args, plans, chosen, found, compiled)))
+        print(json.dumps(_values(args, plans, chosen, found, compiled, curves)))
     else:
         print("\n".join(_lines(args, plans, chosen, found, compiled)))
     too_large = compiled is not None and any(one.total > chosen.hbm_bytes for one in compiled)
     return 0 if chosen.fits and not too_large else EXIT_DOES_NOT_FIT
+
+
+def _check_plot(path: Path) -> None:
+    if path.suffix.lower() != ".png":
+        raise InputError(f"--plot: found {str(path)!r}, expected a name that ends in .png")
+    if not path.parent.is_dir():
+        raise InputError(f"--plot: found no folder {str(path.parent)!r}, expected one")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise InputError(
+            "--plot: found no matplotlib, expected it from pip install 'peagle-jax[train]'"
+        )
 
 
 def _values(
@@ -129,6 +160,7 @@ def _values(
     chosen: MeshPlan,
     found: dict[str, Described],
     compiled: list[Compiled] | None,
+    curves: tuple[Curve, ...] | None,
 ) -> dict[str, object]:
     job = chosen.job
     return {
@@ -150,6 +182,7 @@ def _values(
         "suggested": str(chosen.mesh),
         "meshes": [plan.to_json() for plan in plans],
         "compiled": None if compiled is None else [one.to_json() for one in compiled],
+        "by_batch": None if curves is None else [curve.to_json() for curve in curves],
     }
 
 

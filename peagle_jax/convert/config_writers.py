@@ -27,7 +27,6 @@ def target_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """
     block = config.block
     name, family = family_name(config)
-    eos = list(config.eos_token_ids)
     words = name.removesuffix("ForCausalLM")
     return {
         "architectures": [name],
@@ -37,9 +36,16 @@ def target_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "vocab_size": config.vocab_size,
         "max_position_embeddings": config.max_positions,
         "tie_word_embeddings": config.tie_embeddings,
+        **_special_ids(config),
+        "torch_dtype": dtype,
+    }
+
+
+def _special_ids(config: ModelConfig | DrafterConfig) -> dict[str, Any]:
+    eos = list(config.eos_token_ids)
+    return {
         "bos_token_id": config.bos_token_id,
         "eos_token_id": eos if len(eos) > 1 else next(iter(eos), None),
-        "torch_dtype": dtype,
     }
 
 
@@ -76,6 +82,7 @@ def drafter_json(config: DrafterConfig, dtype: str, max_positions: int) -> dict[
             "norm_before_fc": config.norm_before_fc,
         },
         "tie_word_embeddings": False,
+        **_special_ids(config),
         "torch_dtype": dtype,
     }
     if config.mask_token_id is not None:

@@ -6,7 +6,7 @@ What families differ in is in the tables at the top. Drafters: drafter_configs.p
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from peagle_jax.config import BlockConfig, GateConfig, ModelConfig, MoEConfig, RouterScores
@@ -120,16 +120,7 @@ def model_config(
     Raises InputError on an unknown architecture, rope type, activation or missing key.
     """
     family = family_of(config, TARGET_FAMILIES, where)
-    eos: list[int] = []
-    for source in (config, generation_config or {}):
-        ids = source.get("eos_token_id")
-        eos += [] if ids is None else ids if isinstance(ids, list) else [ids]
     vocab_size = integer(config, "vocab_size", where)
-    for token in eos:
-        if type(token) is not int or not 0 <= token < vocab_size:
-            raise InputError(
-                f"{where}: eos_token_id: found {token!r}, expected 0 to {vocab_size - 1}"
-            )
     with located(where):
         return ModelConfig(
             block=block_config(config, family, where),
@@ -137,7 +128,7 @@ def model_config(
             max_positions=int(config.get("max_position_embeddings") or family.max_positions),
             tie_embeddings=bool(config.get("tie_word_embeddings", False)),
             bos_token_id=config.get("bos_token_id"),
-            eos_token_ids=tuple(dict.fromkeys(eos)),
+            eos_token_ids=eos_token_ids((config, generation_config or {}), vocab_size, where),
         )
 
 
@@ -295,6 +286,21 @@ def _windows(
 def family_of(config: Mapping[str, Any], known: Mapping[str, Family], where: str) -> Family:
     architectures = config.get("architectures") or [None]
     return lookup(architectures[0], known, where, "architectures")
+
+
+def eos_token_ids(
+    sources: Sequence[Mapping[str, Any]], vocab_size: int, where: str
+) -> tuple[int, ...]:
+    eos: list[int] = []
+    for source in sources:
+        ids = source.get("eos_token_id")
+        eos += [] if ids is None else ids if isinstance(ids, list) else [ids]
+    for token in eos:
+        if type(token) is not int or not 0 <= token < vocab_size:
+            raise InputError(
+                f"{where}: eos_token_id: found {token!r}, expected 0 to {vocab_size - 1}"
+            )
+    return tuple(dict.fromkeys(eos))
 
 
 def lookup(name: Any, known: Mapping[str, Family], where: str, key: str) -> Family:

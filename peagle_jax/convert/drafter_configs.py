@@ -12,6 +12,7 @@ from peagle_jax.convert.configs import (
     QWEN3,
     TARGET_FAMILIES,
     block_config,
+    eos_token_ids,
     family_of,
     integer,
     located,
@@ -172,6 +173,8 @@ def drafter_config(
             own_head=own_head,
             logit_scale=float(flag("logit_scale", 1.0)),
             trained_num_draft_tokens=trained,
+            bos_token_id=inner.get("bos_token_id"),
+            eos_token_ids=eos_token_ids([inner], vocab_size, where),
         )
 
 

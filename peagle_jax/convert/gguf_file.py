@@ -19,6 +19,7 @@ _PLAIN: dict[GGMLQuantizationType, np.dtype[Any]] = {
     GGMLQuantizationType.BF16: np.dtype(ml_dtypes.bfloat16),
 }
 _QUANTISED = tuple(GGMLQuantizationType[name] for name in ("Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K"))
+_MAGIC = b"GGUF"
 # What the library's parser raises on a file that is damaged or cut short.
 _PARSE_ERRORS = (ValueError, LookupError, OSError, OverflowError, MemoryError, struct.error)
 # llama.cpp stores the q and k rows of these architectures reordered for its own RoPE.
@@ -73,7 +74,7 @@ class GGUFFileReader(Reader):
             }
         except _PARSE_ERRORS as error:
             raise InputError(
-                f"{path}: found {one_line(error)}, expected a whole GGUF file"
+                f"{path}: found {_damage(path, error)}, expected a whole GGUF file"
             ) from None
         self._tensors = {tensor.name: tensor for tensor in self._gguf.tensors}
         if self.metadata("split.count", 1) != 1:
@@ -141,6 +142,18 @@ class GGUFFileReader(Reader):
             "attn_k": self.metadata(f"{architecture}.attention.head_count_kv", heads),
         }
         return int(per_tensor.get(name.split(".")[2], 0)) if name.startswith("blk.") else 0
+
+
+def _damage(path: Path, error: Exception) -> str:
+    """What is wrong with a file that the library does not parse."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(4)
+    except OSError:
+        return one_line(error)
+    if start != _MAGIC:
+        return f"{start!r} at its start"
+    return f"{path.stat().st_size} bytes, cut short or damaged ({one_line(error)})"
 
 
 def _interleaved_rows(rows: int, heads: int) -> np.ndarray:

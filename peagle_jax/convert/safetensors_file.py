@@ -90,7 +90,11 @@ def _entries(shard: Path) -> dict[str, _Entry]:
         with shard.open("rb") as file:
             (size,) = struct.unpack("<Q", file.read(8))
             header = parse_json(file.read(size), shard)
-    except (SafetensorError, OSError) as error:
+    except SafetensorError as error:
+        raise InputError(
+            f"{shard}: found {_damage(shard, error)}, expected a whole safetensors file"
+        ) from None
+    except OSError as error:
         raise InputError(
             f"{shard}: found {one_line(error)}, expected a whole safetensors file"
         ) from None
@@ -105,6 +109,25 @@ def _entries(shard: Path) -> dict[str, _Entry]:
         name: _Entry(shard, e["dtype"], tuple(e["shape"]), 8 + size + e["data_offsets"][0])
         for name, e in header.items()
     }
+
+
+def _damage(shard: Path, error: SafetensorError) -> str:
+    """What is wrong with a file that the library refuses; its own words where nothing else is."""
+    size = shard.stat().st_size
+    with shard.open("rb") as file:
+        start = file.read(8)
+        header_size = int.from_bytes(start, "little")
+        if len(start) < 8 or header_size > size - 8:
+            return f"{size} bytes, which end within the header"
+        try:
+            header = json.loads(file.read(header_size))
+            header.pop("__metadata__", None)
+            whole = 8 + header_size + max(entry["data_offsets"][1] for entry in header.values())
+        except (ValueError, LookupError, TypeError, AttributeError):
+            whole = size
+    if whole != size:
+        return f"{size} bytes, where the header speaks of {whole}"
+    return f"a damaged header ({one_line(error)})"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -89,6 +89,8 @@ def new_drafter_config(
         fc_norm=bool(section.fc_norm),
         norm_output=bool(section.norm_output),
         trained_num_draft_tokens=section.num_draft_tokens,
+        bos_token_id=target.bos_token_id,
+        eos_token_ids=target.eos_token_ids,
     )
 
 

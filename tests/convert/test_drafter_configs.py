@@ -181,6 +181,7 @@ def test_head_can_be_lent_to_a_draft_vocabulary() -> None:
         ({"ptd_token_id": VOCAB}, PARALLEL, "ptd_token_id.: found 40, expected 0 to 39"),
         ({"ptd_token_id": "x"}, PARALLEL, "ptd_token_id: found 'x', expected a token id"),
         ({"draft_vocab_size": 41}, PARALLEL, "draft_vocab_size: found 41, expected 1 to 40"),
+        ({"eos_token_id": 40}, PARALLEL, "eos_token_id: found 40, expected 0 to 39"),
         ({"norm_before_fc": True, "fc_norm": True}, PARALLEL, "found both true, expected at most"),
         ({"architectures": ["MedusaModel"]}, PARALLEL, "architectures: found 'MedusaModel'"),
         (
@@ -229,6 +230,8 @@ def test_drafter_for_another_target(changes: dict[str, Any], message: str) -> No
         {"architectures": ["PeagleQwen3ForCausalLM"], "head_dim": 6, "target_hidden_size": 24},
         {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 9},
         {"rope_scaling": {"type": "linear", "factor": 3.0}, "draft_vocab_size": None},
+        {"bos_token_id": 1, "eos_token_id": 2},
+        {"eos_token_id": [7, 2]},
     ],
 )
 @pytest.mark.parametrize("parallel", [True, False])
@@ -237,3 +240,5 @@ def test_written_config_reads_back(changes: dict[str, Any], parallel: bool) -> N
     config = read(DRAFTER_JSON if parallel else EAGLE3_JSON, tensors, **changes)
     written = drafter_json(config, "bfloat16", 64)
     assert read(written, tensors, target=None) == config
+    for key in ("bos_token_id", "eos_token_id"):
+        assert written[key] == changes.get(key)

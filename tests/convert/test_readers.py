@@ -74,12 +74,37 @@ def test_tensor_in_two_shards(tmp_path: Path) -> None:
         open_reader(tmp_path)
 
 
-@pytest.mark.parametrize("keep", [0, 5, 60, -1])
-def test_truncated_safetensors(tmp_path: Path, keep: int) -> None:
+@pytest.mark.parametrize(
+    ("keep", "found"),
+    [
+        (0, "0 bytes, which end within the header"),
+        (5, "5 bytes, which end within the header"),
+        (60, "60 bytes, which end within the header"),
+        (-3, "{short} bytes, where the header speaks of {whole}"),
+    ],
+)
+def test_truncated_safetensors(tmp_path: Path, keep: int, found: str) -> None:
     path = tmp_path / "model.safetensors"
     save_file(VALUES, path)
-    path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(InputError, match=r"model\.safetensors: found .*expected a whole") as info:
+    whole = path.read_bytes()
+    path.write_bytes(whole[:keep])
+    found = found.format(short=len(whole) - 3, whole=len(whole))
+    with pytest.raises(InputError) as info:
+        open_reader(tmp_path)
+    assert str(info.value) == f"{path}: found {found}, expected a whole safetensors file"
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        (b"no safetensors, but some text", "29 bytes, which end within the header"),
+        (struct.pack("<Q", 8) + b"[1, 2]  ", "a damaged header (.*)"),
+        (struct.pack("<Q", 8) + b"{1: 2 }} ", "a damaged header (.*)"),
+    ],
+)
+def test_other_files_named_safetensors(tmp_path: Path, content: bytes, found: str) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(InputError, match=f"found {found}, expected a whole safetensors") as info:
         open_reader(tmp_path)
     assert "\n" not in str(info.value)
 
