@@ -9,8 +9,14 @@ followed for each sequence, so both may be wrong without a token being so.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+
+from peagle_jax.decoding.state import DecodeState
 
 # Before anything is known of a sequence: good enough to try, soon corrected.
 FIRST_RATE = 0.6
@@ -73,3 +79,22 @@ def observe(
     seen = (place <= accepted[:, None]) & (place < drafted) & active[:, None]
     stood = (place < accepted[:, None]).astype(rates.dtype)
     return jnp.where(seen, rates + WEIGHT * (stood - rates), rates)
+
+
+def switch(
+    index: Int[Array, ""],
+    branches: Sequence[Callable[[DecodeState], DecodeState]],
+    state: DecodeState,
+) -> DecodeState:
+    """`jax.lax.switch`, but for the caches: XLA's conditionals copy these on CPU, loops do not."""
+
+    def go_on(carried: tuple[Array, DecodeState]) -> Array:
+        return carried[0]
+
+    for place, branch in enumerate(branches):
+
+        def once(carried: tuple[Array, DecodeState], branch: Any = branch) -> Any:
+            return jnp.zeros_like(carried[0]), branch(carried[1])
+
+        _, state = jax.lax.while_loop(go_on, once, (index == place, state))
+    return state

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -35,6 +34,7 @@ from peagle_jax.config import (
     network_method,
 )
 from peagle_jax.decoding import draft_length, sampling
+from peagle_jax.decoding.commit import commit
 from peagle_jax.decoding.draft import Drafted, Drafting
 from peagle_jax.decoding.draft_length import FIRST_RATE, MOST_PENDING
 from peagle_jax.decoding.draft_tree import DraftTree, depths
@@ -186,7 +186,9 @@ class Speculator:
         def step(k: int, state: DecodeState) -> DecodeState:
             return self._step(params, state, requests, k)
 
-        return _switch(choice, [functools.partial(step, k) for k in self.lengths], state)
+        return draft_length.switch(
+            choice, [functools.partial(step, k) for k in self.lengths], state
+        )
 
     def _step(
         self, params: Params, state: DecodeState, requests: RequestArrays, k: int
@@ -226,7 +228,9 @@ class Speculator:
             return self._confirm(params, state, requests, some, drawn)
 
         choice = jnp.where(drafts, 1 + nodes, 0)
-        return _switch(choice, [functools.partial(confirm, n) for n in self.lengths], state)
+        return draft_length.switch(
+            choice, [functools.partial(confirm, n) for n in self.lengths], state
+        )
 
     def _draws(self, state: DecodeState, requests: RequestArrays, k: int) -> Draws:
         """Row j of a chain's verification decides the token at position n + 1 + j."""
@@ -286,64 +290,9 @@ class Speculator:
         features: Float[Array, "batch rows raw"],
         asked: Bool[Array, ""],
     ) -> DecodeState:
-        """Append confirmed tokens, cut at the end of sequence or at max_new_tokens.
-
-        `features` are the target's of the verified rows, the first at position
-        `length`; `length` moves on past all but the newest confirmed token. `asked`: the drafter
-        has seen what was pending; otherwise new rows come behind it, where there must be room.
-        """
-        rows = verified.tokens.shape[1]
-        index = jnp.arange(rows)
-        ends = jnp.zeros_like(verified.tokens, bool)
-        for eos in self.target.eos_token_ids:
-            ends |= verified.tokens == eos
-        ends &= (index < verified.count[:, None]) & ~requests.ignore_eos[:, None]
-        until_eos = jnp.where(jnp.any(ends, axis=1), jnp.argmax(ends, axis=1) + 1, rows + 1)
-        room = requests.max_new_tokens - state.emitted
-        kept = jnp.minimum(jnp.minimum(verified.count, until_eos), room)
-        hit_eos = until_eos <= kept
-        done = hit_eos | (kept >= room)
-
-        active = ~state.finished
-        kept = jnp.where(active, kept, 0)
-        # In range: emitted <= max_new_tokens and the buffer has K+1 spare entries.
-        output = jax.vmap(lambda o, t, at: jax.lax.dynamic_update_slice(o, t, (at,)))(
-            state.output, verified.tokens, state.emitted
-        )
-        history = state.history
-        if looks_up(self.method):
-            # In range as the output is. What a finished row writes stays past its text.
-            history = jax.vmap(lambda h, t, at: jax.lax.dynamic_update_slice(h, t, (at,)))(
-                history, verified.tokens, state.length + 1
-            )
-        last = jnp.take_along_axis(verified.tokens, verified.count[:, None] - 1, axis=1)[:, 0]
-        unseen = jnp.where(asked, 0, state.pending_count)
-        place = jax.vmap(
-            lambda rows, new, at: jax.lax.dynamic_update_slice_in_dim(rows, new, at, 0)
-        )
-        width = state.pending_features.shape[-1]
-        moved = dataclasses.replace(
-            state,
-            length=state.length + verified.count,
-            last_token=last,
-            pending_tokens=place(state.pending_tokens, verified.tokens, unseen),
-            pending_features=place(state.pending_features, features[..., :width], unseen),
-            pending_count=verified.count + unseen,
-        )
-        # A finished row stands still: its scratch writes stay where there is room.
-        frozen = ("length", "last_token", "pending_tokens", "pending_features", "pending_count")
-        kept_still: dict[str, Any] = {
-            name: _select(active, getattr(moved, name), getattr(state, name)) for name in frozen
-        }
-        return dataclasses.replace(
-            moved,
-            **kept_still,
-            history=history,
-            output=output,
-            emitted=state.emitted + kept,
-            finished=state.finished | done,
-            hit_eos=jnp.where(active, hit_eos, state.hit_eos),
-        )
+        """See `commit.commit`."""
+        eos, history = self.target.eos_token_ids, looks_up(self.method)
+        return commit(state, requests, verified, features, asked, eos, keeps_history=history)
 
     def draft(
         self,
@@ -457,26 +406,3 @@ def _only(
         jnp.take_along_axis(out.features, rows[..., None], axis=1),
         out.cache.with_layers(layers),
     )
-
-
-def _switch(
-    index: Int[Array, ""],
-    branches: Sequence[Callable[[DecodeState], DecodeState]],
-    state: DecodeState,
-) -> DecodeState:
-    """`jax.lax.switch`, but for the caches: XLA's conditionals copy these on CPU, loops do not."""
-
-    def go_on(carried: tuple[Array, DecodeState]) -> Array:
-        return carried[0]
-
-    for place, branch in enumerate(branches):
-
-        def once(carried: tuple[Array, DecodeState], branch: Any = branch) -> Any:
-            return jnp.zeros_like(carried[0]), branch(carried[1])
-
-        _, state = jax.lax.while_loop(go_on, once, (index == place, state))
-    return state
-
-
-def _select(active: Array, new: Array, old: Array) -> Array:
-    return jnp.where(active.reshape(-1, *[1] * (new.ndim - 1)), new, old)
