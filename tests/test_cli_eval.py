@@ -227,6 +227,17 @@ def test_the_drafter_tells_the_method(evaluate):
     assert err.startswith("peagle: error: method: found 'eagle3', expected 'p-eagle'")
 
 
+def test_a_tree_is_measured_as_one(evaluate):
+    found = [
+        json.loads(evaluate("--json", "--check-identical", *method, "--num-draft-tokens", "3")[0])
+        for method in ((), ("--method", "p-eagle+tree"))
+    ]
+    assert [one["settings"]["method"] for one in found] == ["p-eagle", "p-eagle+tree"]
+    chain, tree = (one["results"][0] for one in found)
+    assert chain["identical"] == tree["identical"] == 4
+    assert chain["accepted_per_position"] != tree["accepted_per_position"]
+
+
 def test_records_keep_id_and_category(tmp_path):
     file = tmp_path / "prompts.jsonl"
     lines = ['"bare"', "", '{"id": 7, "prompt": "a"}', '{"category": "c", "prompt": "b"}']

@@ -15,7 +15,7 @@ from peagle_jax.config import (
     METHODS,
     SamplingParams,
     check_num_draft_tokens,
-    network_method,
+    needs_drafter,
 )
 from peagle_jax.errors import InputError
 
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_drafter(models)
     models.add_argument(
         "--method",
-        choices=tuple(method for method in METHODS if network_method(method) == method),
+        choices=tuple(method for method in METHODS if needs_drafter(method)),
         help="how to draft (the drafter's own)",
     )
 
@@ -129,6 +129,7 @@ def run(args: argparse.Namespace) -> int:
                 params=params,
                 categories=categories,
                 progress=progress,
+                method=method,
             )
         api.warn_if_nothing_accepted(reports[depth].outputs)
     plain = None

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from peagle_jax import batching, runner
-from peagle_jax.config import SamplingParams, check_num_draft_tokens
+from peagle_jax.config import Method, SamplingParams, check_num_draft_tokens
 from peagle_jax.decoding.speculate import Speculator
 from peagle_jax.errors import InputError
 from peagle_jax.metrics import GenerationStats
@@ -110,6 +110,7 @@ def decoded_acceptance(
     params: SamplingParams | None = None,
     categories: Sequence[str] | None = None,
     progress: Progress | None = None,
+    method: Method | None = None,
 ) -> AcceptanceReport:
     """Decode answers to `prompts` with the pair's drafter and count what was accepted.
 
@@ -121,7 +122,7 @@ def decoded_acceptance(
     with the same limits then compile nothing: `compile_seconds` is 0.
 
     Args:
-      pair: target and drafter; the drafter tells the method.
+      pair: target and drafter.
       prompts: strings, chat message lists or token-id lists.
       num_draft_tokens: K, 1 to 32.
       max_new_tokens: length of an answer at most, in place of the one in `params`.
@@ -130,6 +131,7 @@ def decoded_acceptance(
         0, so that prompts share no noise and evaluations repeat.
       categories: one for each prompt, for `by_category`.
       progress: called with (prompts done, prompts) after each batch.
+      method: None = the drafter's own.
 
     Raises:
       InputError: no drafter, no prompts, or a bad value; before anything is compiled.
@@ -143,7 +145,11 @@ def decoded_acceptance(
             f"{len(prompts)} prompts"
         )
     speculator = Speculator(
-        pair.target, pair.drafter, pair.drafter.method, num_draft_tokens, dtype=pair.dtype
+        pair.target,
+        pair.drafter,
+        method or pair.drafter.method,
+        num_draft_tokens,
+        dtype=pair.dtype,
     )
     outputs, total = _decode(
         pair, speculator, prompts, max_new_tokens, batch_size, params, progress
