@@ -3,9 +3,9 @@
 
     scripts/weights_loss.py [--model M] [--weights int8] [--tokens N] FILE [FILE ..]
 
-The files' text, in windows that begin anew, goes through both targets. Prints the mean KL divergence
-from the float32 target in nats a token, the share of positions where both have the same best
-token, and the text's perplexity under each.
+The files' text, in windows that begin anew, goes through both targets. Prints the mean KL
+divergence from the float32 target in nats a token, the share of positions where both have the same
+best token, and the text's perplexity under each.
 """
 
 from __future__ import annotations

@@ -13,14 +13,14 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.target import Target, compile_for
-from peagle_jax.config import MoEConfig
-from peagle_jax.decoding import placement
+from peagle_jax.config import ModelConfig, MoEConfig
 from peagle_jax.errors import InputError
 from peagle_jax.models import decoder, drafter, moe, quantised
 from peagle_jax.models.cache import KVCache
 from peagle_jax.models.layers import argmax_out_in, matmul_out_in
 from peagle_jax.models.moe import ExpertLinear, ExpertParams
 from peagle_jax.models.quantised import Int8Kernel, Mxfp4Kernel
+from peagle_jax.sharding import TENSOR_RULES, partition_specs
 from tests import quantised as made
 from tests.decoding import tiny
 from tests.decoding.test_families import FAMILIES, GPT_OSS
@@ -147,6 +147,11 @@ def mesh(expert: int, model: int) -> AbstractMesh:
     return AbstractMesh((1, expert, model), ("data", "expert", "model"))
 
 
+def specs(config: ModelConfig, abstract: Any, mesh: AbstractMesh) -> Any:
+    axes = quantised.axes_like(decoder.logical_axes(config), abstract)
+    return partition_specs(axes, abstract, mesh, TENSOR_RULES)
+
+
 @pytest.mark.parametrize(
     ("weights", "leaf", "gate", "down"),
     [
@@ -159,25 +164,25 @@ def mesh(expert: int, model: int) -> AbstractMesh:
 def test_arrays_lie_where_their_kernel_would(weights, leaf, gate, down) -> None:
     config = tiny.target_config(block=replace(MOE, num_kv_heads=2), vocab_size=24)
     abstract = quantised.abstract(decoder.abstract_params(config), weights)
-    found = placement.target_shardings(config, abstract, mesh(3, 2))  # type: ignore[arg-type]
+    found = specs(config, abstract, mesh(3, 2))
     mlp = found["layers_1"]["mlp"]["experts"]
-    assert mlp["gate_proj"]["kernel"][leaf].spec == gate
-    assert mlp["down_proj"]["kernel"][leaf].spec == down
-    assert mlp["down_proj"]["bias"].spec == P("expert", None)
+    assert mlp["gate_proj"]["kernel"][leaf] == gate
+    assert mlp["down_proj"]["kernel"][leaf] == down
+    assert mlp["down_proj"]["bias"] == P("expert", None)
     head = found["lm_head"]["kernel"]
     if weights == "int8":
-        assert (head["values"].spec, head["scales"].spec) == (P("model", None), P("model"))
+        assert (head["values"], head["scales"]) == (P("model", None), P("model"))
     else:
-        assert head.spec == P("model", None)
+        assert head == P("model", None)
 
 
 def test_blocks_that_do_not_divide_are_refused() -> None:
     """Two blocks of 32 inputs for four devices."""
     config = tiny.target_config(block=replace(MOE, num_heads=4, num_kv_heads=4), vocab_size=24)
     abstract = quantised.abstract(decoder.abstract_params(config), "mxfp4")
-    placement.target_shardings(config, decoder.abstract_params(config), mesh(1, 4))  # type: ignore[arg-type]
+    specs(config, decoder.abstract_params(config), mesh(1, 4))
     with pytest.raises(InputError, match=r"mesh: model: found 4, expected a divisor of 2"):
-        placement.target_shardings(config, abstract, mesh(1, 4))  # type: ignore[arg-type]
+        specs(config, abstract, mesh(1, 4))
 
 
 def test_packed_kernels_know_their_shape() -> None:
