@@ -179,10 +179,12 @@ def mix_on_mesh(
         return jax.lax.psum(mix(x, chosen, weights, own, gate), tuple(sorted(axes)))
 
     def split(linear: ExpertLinear, *axes: str | None) -> ExpertLinear:
-        kernel, bias = PartitionSpec(expert, *axes), PartitionSpec(expert, axes[0])
+        kernel: Any = PartitionSpec(expert, *axes)
+        bias: Any = PartitionSpec(expert, axes[0])
         if isinstance(linear.kernel, Quantised):
-            kernel = type(linear.kernel)(**linear.kernel.axes(*kernel))
-        return ExpertLinear(kernel, None if linear.bias is None else bias)  # type: ignore[arg-type]
+            form: Any = type(linear.kernel)
+            kernel = form(**form.axes(*kernel))
+        return ExpertLinear(kernel, None if linear.bias is None else bias)
 
     specs = ExpertParams(
         gate=split(experts.gate, model, None),
@@ -288,7 +290,7 @@ def grouped(
     """`in_tiles` as grouped matrix products over all rows; `of_row` is each row's expert."""
 
     def each(linear: ExpertLinear, x: Array) -> Array:
-        kernel = linear.kernel
+        kernel: Any = linear.kernel
         if isinstance(kernel, Mxfp4Kernel):
             y = mxfp4_matmul(x, sizes, kernel.packed, kernel.scales)
         else:
