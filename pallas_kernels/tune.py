@@ -3,8 +3,8 @@
     python -m pallas_kernels.tune [--output FILE] [--quick]
 
 Verification attention at decode, verify and prefill sizes, head_dim 64 and 128, float32 and
-bfloat16; sampling and rejection. A size's entry is the tiling with the least total time over
-batch 1 and 8.
+bfloat16; sampling and rejection; packed experts with few and many rows. A size's entry is the
+tiling with the least total time over two calls, of batch 1 and 8.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import tuned
+from pallas_kernels.mxfp4_matmul import BLOCK, mxfp4_matmul
+from pallas_kernels.mxfp4_matmul import shapes as packed_shapes
 from pallas_kernels.target import NATIVE, current_target
 from pallas_kernels.verify_attention import shapes, verify_attention
 from pallas_kernels.verify_sample import Filters, reject_drafts, sample_tokens
@@ -32,6 +34,7 @@ from pallas_kernels.verify_sample import shapes as sample_shapes
 CONTEXT, HEADS, KV_HEADS = 8192, 32, 8
 ROWS: Mapping[str, int] = {"decode": 1, "verify": 8, "prefill": 64}
 SAMPLED_ROWS, VOCAB = 8, 128256
+EXPERTS, EXPERT_WIDTH = 32, 2880  # of gpt-oss-20b
 Fields = Mapping[str, tuple[int, ...]]
 ATTENTION: Mapping[str, Fields] = {
     "gpu": {"slots": (32, 64, 128), "warps": (4, 8), "stages": (2, 3, 4)},
@@ -40,6 +43,10 @@ ATTENTION: Mapping[str, Fields] = {
 SAMPLING: Mapping[str, Fields] = {
     "gpu": {"chunk": (1024, 2048, 4096), "warps": (4, 8, 16)},
     "tpu": {"chunk": (1024, 2048, 4096)},
+}
+PACKED: Mapping[str, Fields] = {
+    "gpu": {"rows": (16, 32, 64), "outputs": (64, 128), "warps": (4, 8), "stages": (2, 3, 4)},
+    "tpu": {"rows": (16, 32, 64, 128), "outputs": (512, 1024, 1536)},
 }
 
 
@@ -152,6 +159,30 @@ def sampling(drafted: bool) -> Size:
     return Size(problem(1).key, SAMPLING, lambda: [call(batch) for batch in (1, 8)])
 
 
+def packed(rows: int) -> Size:
+    """Packed experts, `rows` and eight times as many spread over them."""
+    target = current_target()
+    halves, blocks = EXPERT_WIDTH // 2, EXPERT_WIDTH // BLOCK
+
+    def problem(total: int) -> packed_shapes.Problem:
+        return packed_shapes.Problem(total, EXPERTS, EXPERT_WIDTH, EXPERT_WIDTH, "bfloat16")
+
+    def call(total: int) -> Call:
+        keys = jax.random.split(jax.random.key(0), 2)
+        one = problem(total)
+        arrays = {
+            "x": jax.random.normal(keys[0], (total, EXPERT_WIDTH), jnp.bfloat16),
+            "sizes": jnp.full((EXPERTS,), total // EXPERTS, jnp.int32),
+            "packed": jax.random.bits(keys[1], (EXPERTS, halves, EXPERT_WIDTH), jnp.uint8),
+            "scales": jnp.full((EXPERTS, blocks, EXPERT_WIDTH), 120, jnp.uint8),
+        }
+        return Call(
+            mxfp4_matmul, arrays, lambda fields: packed_shapes.blocks_with(one, target, fields)
+        )
+
+    return Size(problem(rows).key, PACKED, lambda: [call(total) for total in (rows, 8 * rows)])
+
+
 def sizes() -> Iterator[Size]:
     """Everything that has an entry."""
     for rows, dim, dtype in itertools.product(
@@ -159,6 +190,7 @@ def sizes() -> Iterator[Size]:
     ):
         yield attention(rows, dim, dtype)
     yield from map(sampling, (False, True))
+    yield from map(packed, (EXPERTS, EXPERTS * 32))
 
 
 def best(size: Size, quick: bool) -> dict[str, int]:

@@ -21,6 +21,7 @@ from peagle_jax.config import (
     Method,
     SamplingParams,
     Verification,
+    WeightForm,
     check_num_draft_tokens,
     drafts_tree,
     looks_up,
@@ -51,6 +52,7 @@ def load(
     dtype: str | None = None,
     tokenizer: str | None = None,
     mesh: Mesh | None = None,
+    weights: WeightForm = "full",
 ) -> Pair:
     """Load a target and its drafter.
 
@@ -63,9 +65,13 @@ def load(
       tokenizer: where to take it from, if not from the target.
       mesh: where the parameters go (`sharding.make_inference_mesh`), each device being sent its
         part alone as it is read; None = the default device.
+      weights: of the target, in memory: "full", all in `dtype`; "mxfp4", gpt-oss's packed
+        experts as they are, 4.25 bits a weight and the same values; "int8", linear layers
+        rounded to 8 bits, which is another, slightly worse target (docs/generate.md).
 
     Raises:
-      InputError: anything wrong with the files, or a drafter for another target.
+      InputError: anything wrong with the files, a drafter for another target, or "mxfp4" for a
+        target without packed experts.
     """
     from peagle_jax.convert import checkpoint
     from peagle_jax.tokenizer import load_tokenizer
@@ -82,7 +88,7 @@ def load(
         if mesh is not None:
             split = functools.partial(placement.target_shardings, mesh=mesh)
             whole = functools.partial(placement.drafter_sharding, mesh=mesh)
-        config, params = checkpoint.load_target(target, dtype, split)
+        config, params = checkpoint.load_target(target, dtype, split, weights)
         trees = {"target": params}
         drafter_config = None
         if drafter is not None:

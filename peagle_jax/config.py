@@ -25,6 +25,8 @@ Method = Literal[
 ]
 DraftSampling = Literal["greedy", "sample"]
 Verification = Literal["coupled", "rejection"]
+# How a target's weights are kept in memory; "full": all in the dtype of the computation.
+WeightForm = Literal["full", "mxfp4", "int8"]
 
 METHODS: tuple[Method, ...] = get_args(Method)
 _LOOKUP, _TREE = "+lookup", "+tree"

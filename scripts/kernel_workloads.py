@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.cache_write import write_cache, write_cache_paged
 from pallas_kernels.cod_attention import cod_attention
+from pallas_kernels.mxfp4_matmul import BLOCK, mxfp4_matmul
 from pallas_kernels.verify_attention import verify_attention, verify_attention_paged
 from pallas_kernels.verify_sample import Filters, reject_drafts, sample_tokens
 from peagle_jax.models.layers import argmax_out_in
@@ -231,6 +232,24 @@ def head(name: str, rows: int, vocab: int, hidden: int = 4096) -> Workload:
     return Workload("head", name, function, shapes, moved, flops, bound=1.05, own_kernel=False)
 
 
+def packed(name: str, rows: int, experts: int = 32, bound: float | None = 1.3) -> Workload:
+    """A grouped product with packed experts, as wide as those of gpt-oss; all of them have rows.
+
+    Scales come through VMEM, in another order than XLA keeps them: one read of HBM, counted as
+    three.
+    """
+    spec, width = jax.ShapeDtypeStruct, 2880
+    shapes = {
+        "x": spec((rows, width), jnp.bfloat16),
+        "sizes": spec((experts,), jnp.int32),
+        "packed": spec((experts, width // 2, width), jnp.uint8),
+        "scales": spec((experts, width // BLOCK, width), jnp.uint8),
+    }
+    moved = nbytes(shapes) + 4 * rows * width
+    flops = 2 * rows * width * width
+    return Workload("mxfp4_matmul", name, mxfp4_matmul, shapes, moved, flops, bound=bound)
+
+
 WORKLOADS: tuple[Workload, ...] = (
     attention("decode b1 8k", 1, 1, 8192),
     attention("verify b1 1k", 1, 8, 1024),
@@ -272,6 +291,9 @@ WORKLOADS: tuple[Workload, ...] = (
     draw("draw b8, draft vocabulary", 8, 8, 32000, ids=True),
     reject("reject b8", 8, 7, 128256, sampled=False),
     reject("reject b8, sampled drafts", 8, 7, 128256, sampled=True),
+    packed("verify b1, 36 rows", 36),
+    packed("verify b8, 288 rows", 288),
+    packed("prefill, 2048 rows", 2048, bound=None),
     head("draft, 8 rows", 8, 32000),
     head("draft, 64 rows", 64, 32000),
     head("target, 72 rows", 72, 128256),

@@ -67,7 +67,7 @@ def test_json_is_one_object(evaluate, loaded):
         "--json", "--num-draft-tokens", "3", "--temperature", "1", "--seed", "5",
         "--check-identical", "--model", "m", "--drafter", "d", "--dtype", "float32",
     )  # fmt: skip
-    assert loaded == [{"target": "m", "drafter": "d", "dtype": "float32"}]
+    assert loaded == [{"target": "m", "drafter": "d", "dtype": "float32", "weights": "full"}]
     found = json.loads(out)
     assert {key: found["settings"][key] for key in ("method", "temperature", "seed")} == {
         "method": "p-eagle",

@@ -65,7 +65,7 @@ def library(monkeypatch):
 def test_defaults(library):
     assert cli.main(["generate", "Why?"]) == 0
     assert library.calls == [
-        ("load", {"target": "smollm2", "drafter": "auto", "dtype": None}),
+        ("load", {"target": "smollm2", "drafter": "auto", "dtype": None, "weights": "full"}),
         (
             "generate",
             "pair",
@@ -87,13 +87,14 @@ def test_defaults(library):
 
 def test_every_option_arrives(library):
     options = (
-        "--model m --drafter d --dtype bfloat16 --method eagle3 --num-draft-tokens 3 "
-        "--draft-sampling greedy --verify rejection --temperature 0.5 --top-k 9 --top-p 0.9 "
+        "--model m --drafter d --dtype bfloat16 --weights int8 --method eagle3 "
+        "--num-draft-tokens 3 --draft-sampling greedy --verify rejection "
+        "--temperature 0.5 --top-k 9 --top-p 0.9 "
         "--min-p 0.1 --seed 3 --max-new-tokens 7 --stop END --stop FIN --batch-size 2 --raw"
     )
     assert cli.main(["generate", "Why?", *options.split()]) == 0
     (_, load), (_, _, _, params, kwargs) = library.calls
-    assert load == {"target": "m", "drafter": "d", "dtype": "bfloat16"}
+    assert load == {"target": "m", "drafter": "d", "dtype": "bfloat16", "weights": "int8"}
     assert params == SamplingParams(
         max_new_tokens=7,
         temperature=0.5,
@@ -126,7 +127,10 @@ def test_text_on_stdout_statistics_on_stderr(library, capsys):
 def test_plain_decoding_loads_no_drafter(library, capsys):
     library.outputs = [make_output(num_drafts=0, accepted=())]
     assert cli.main(["generate", "Why?", "--method", "none"]) == 0
-    assert library.calls[0] == ("load", {"target": "smollm2", "drafter": None, "dtype": None})
+    assert library.calls[0] == (
+        "load",
+        {"target": "smollm2", "drafter": None, "dtype": None, "weights": "full"},
+    )
     assert "acceptance" not in capsys.readouterr().err
 
 

@@ -51,6 +51,20 @@ def test_a_release_with_its_drafter(capsys) -> None:
     assert chosen["tokens_per_second_floor"] == pytest.approx(64 * 2 / step["ms"] * 1e3)
 
 
+def test_packed_experts_count_as_they_are_kept(capsys) -> None:
+    experts = {}
+    for weights in ("full", "mxfp4", "int8"):
+        cli.main([*OSS, "--mesh", "data=8", "--weights", weights, "--json"])
+        (mesh,) = json.loads(capsys.readouterr().out)["meshes"]
+        experts[weights] = mesh["weights"]["experts"]
+        flops = mesh["step_floor"]["flops"]
+        assert flops == experts.setdefault("flops", flops), "products do not get fewer"
+    each, biases = 24 * 32 * 3 * 2880 * 2880, 24 * 32 * 3 * 2880 * 2
+    assert experts["full"] == 2 * each + biases
+    assert experts["mxfp4"] == each * 17 // 32 + biases
+    assert experts["int8"] == each + 24 * 32 * 3 * 2880 * 4 + biases
+
+
 def test_a_model_of_ones_own_and_its_table(small, capsys) -> None:
     assert cli.main([*small, "--method", "prompt-lookup", "--acceptance-length", "1.5"]) == 0
     out = capsys.readouterr().out

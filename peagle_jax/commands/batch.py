@@ -22,6 +22,7 @@ from peagle_jax.commands.options import (
     add_raw,
     add_sampling,
     add_stop,
+    add_weights,
     sampling_params,
 )
 from peagle_jax.commands.progress import progress_bar
@@ -79,6 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     models = parser.add_argument_group("models")
     add_model(models)
+    add_weights(models)
     add_drafter(models)
     add_drafting(parser.add_argument_group("drafting"))
 
@@ -176,7 +178,9 @@ def _answer(args: argparse.Namespace, process: Part, whole: MeshShape | None) ->
         open_results(own, settings, team, mesh) as (results, errors),
     ):
         drafter = args.drafter if needs_drafter(args.method) else None
-        pair = api.load(target=args.model, drafter=drafter, dtype=args.dtype, mesh=mesh)
+        pair = api.load(
+            target=args.model, drafter=drafter, dtype=args.dtype, weights=args.weights, mesh=mesh
+        )
         speculator = api.make_speculator(
             pair, args.method, args.num_draft_tokens, args.draft_sampling, args.verify
         )
@@ -281,6 +285,7 @@ def _settings(
         "model": _absolute(args.model),
         "drafter": _absolute(args.drafter),
         "dtype": args.dtype or api.default_dtype(),
+        "weights": args.weights,
         "method": args.method,
         "num_draft_tokens": args.num_draft_tokens,
         "draft_sampling": args.draft_sampling,

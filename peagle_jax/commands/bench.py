@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from peagle_jax.bench.cases import AUTO
-from peagle_jax.commands.options import add_model, add_raw, numbers
+from peagle_jax.commands.options import add_model, add_raw, add_weights, numbers
 from peagle_jax.commands.progress import progress_bar
 from peagle_jax.commands.prompts import read_prompts
 from peagle_jax.config import METHODS
@@ -35,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `peagle bench`."""
     models = parser.add_argument_group("models")
     add_model(models)
+    add_weights(models)
     models.add_argument(
         "--drafter",
         action="append",
@@ -109,6 +110,10 @@ def run(args: argparse.Namespace) -> int:
         numbers("--batch", args.batch),
         _names(args.peers),
     )
+    if args.weights == "int8" and _names(args.peers):
+        raise InputError(
+            "--weights: found int8 with --peers, expected full: theirs are not rounded"
+        )
     pythons = _pythons(args.peer_python)
     prompts, names = read_prompts(args.prompts)
     if args.limit is not None:
@@ -137,6 +142,7 @@ def run(args: argparse.Namespace) -> int:
         "model": args.model,
         "drafters": drafters,
         "dtype": pair.dtype,
+        "weights": args.weights,
         "prompts": f"{len(prompts)} of {args.prompts.name}",
         "max_new_tokens": args.max_new_tokens,
         "repeats": args.repeats,
@@ -178,7 +184,7 @@ def _load(args: argparse.Namespace, methods: set[str]) -> tuple[dict[str, Pair],
 
     networks = {method: network_method(cast("Method", method)) for method in methods}
     needed = {network for network in networks.values() if network is not None}
-    plain = api.load(target=args.model, drafter=None, dtype=args.dtype)
+    plain = api.load(target=args.model, drafter=None, dtype=args.dtype, weights=args.weights)
     sources = list(args.drafter)
     if not sources and needed and args.model in api.SHIPPED_DRAFTERS:
         sources = [args.model]

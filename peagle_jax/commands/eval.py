@@ -8,7 +8,7 @@ import json
 import sys
 from pathlib import Path
 
-from peagle_jax.commands.options import add_batch_size, add_drafter, add_model, numbers
+from peagle_jax.commands.options import add_batch_size, add_drafter, add_model, add_weights, numbers
 from peagle_jax.commands.progress import progress_bar
 from peagle_jax.commands.prompts import read_records
 from peagle_jax.config import (
@@ -26,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `peagle eval`."""
     models = parser.add_argument_group("models")
     add_model(models)
+    add_weights(models)
     add_drafter(models)
     models.add_argument(
         "--method",
@@ -110,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(
             f"--drafter: found none, expected one, as none ships for the model {args.model!r}"
         )
-    pair = api.load(target=args.model, drafter=args.drafter, dtype=args.dtype)
+    pair = api.load(target=args.model, drafter=args.drafter, dtype=args.dtype, weights=args.weights)
     method = api.make_speculator(pair, args.method).method
 
     prompts = [record.prompt for record in records]
@@ -151,6 +152,7 @@ def run(args: argparse.Namespace) -> int:
         "drafter": args.model if args.drafter == "auto" else args.drafter,
         "method": method,
         "dtype": pair.dtype,
+        "weights": args.weights,
         "prompts": str(args.prompts),
         "limit": args.limit,
         "max_new_tokens": args.max_new_tokens,

@@ -19,6 +19,7 @@ from peagle_jax.commands.options import (
     add_raw,
     add_sampling,
     add_stop,
+    add_weights,
     sampling_params,
 )
 from peagle_jax.commands.progress import progress_bar
@@ -47,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     models = parser.add_argument_group("models")
     add_model(models)
+    add_weights(models)
     add_drafter(models)
 
     drafting = parser.add_argument_group("drafting")
@@ -82,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     from peagle_jax import api
 
     drafter = args.drafter if needs_drafter(args.method) else None
-    pair = api.load(target=args.model, drafter=drafter, dtype=args.dtype)
+    pair = api.load(target=args.model, drafter=drafter, dtype=args.dtype, weights=args.weights)
     options: dict[str, Any] = {
         "method": args.method,
         "num_draft_tokens": args.num_draft_tokens,

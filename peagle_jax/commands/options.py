@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import get_args
 
-from peagle_jax.config import METHODS, DraftSampling, SamplingParams, Verification
+from peagle_jax.config import METHODS, DraftSampling, SamplingParams, Verification, WeightForm
 from peagle_jax.errors import InputError
 
 # What add_argument makes: a parser, or a group of its options.
@@ -31,6 +31,17 @@ def add_model(options: Options) -> None:
         "--dtype",
         choices=("float32", "bfloat16"),
         help="dtype of weights and activations (float32 on CPU, bfloat16 on TPU and GPU)",
+    )
+
+
+def add_weights(options: Options) -> None:
+    """`--weights`."""
+    options.add_argument(
+        "--weights",
+        choices=get_args(WeightForm),
+        default="full",
+        help="of the target, in memory: mxfp4 keeps gpt-oss's experts packed, int8 rounds linear "
+        "layers (%(default)s)",
     )
 
 

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from peagle_jax.commands.options import add_drafter, add_drafting, add_model
+from peagle_jax.commands.options import add_drafter, add_drafting, add_model, add_weights
 from peagle_jax.config import needs_drafter
 from peagle_jax.errors import InputError
 
@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `peagle plan`."""
     models = parser.add_argument_group("models")
     add_model(models)
+    add_weights(models)
     add_drafter(models)
     add_drafting(parser.add_argument_group("drafting"))
 
@@ -118,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
     accepted = args.acceptance_length
     if accepted is None:
         accepted = 2.0 if speculator.drafts else 1.0
-    job = Job(speculator, topology, args.batch, context, args.page_size, accepted)
+    job = Job(speculator, topology, args.batch, context, args.page_size, accepted, args.weights)
     plans = all_meshes(job) if mesh is None else [estimate(job, mesh)]
     chosen = best(plans)
     compiled = None
@@ -171,6 +172,7 @@ def _values(
             for name, one in found.items()
         },
         "dtype": job.speculator.dtype,
+        "weights": job.weights,
         "method": job.speculator.method,
         "num_draft_tokens": job.speculator.num_draft_tokens,
         "batch": job.slots,
@@ -199,7 +201,9 @@ def _lines(
     for name, one in found.items():
         line = f"model       {name} in {speculator.dtype}"
         if one.packed_bytes is not None:
-            line += f"; its checkpoint has {one.packed_bytes / _GIB:.2f} GiB, unpacked on loading"
+            line += f"; its checkpoint has {one.packed_bytes / _GIB:.2f} GiB"
+        if job.weights != "full" and name == args.model:
+            line += f"; weights {job.weights}"
         lines.append(line)
         if one.guesses:
             lines.append(f"  not known, so guessed: {', '.join(one.guesses)}")

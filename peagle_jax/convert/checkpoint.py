@@ -10,12 +10,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from peagle_jax.config import DrafterConfig, ModelConfig
+from peagle_jax.config import DrafterConfig, ModelConfig, WeightForm
 from peagle_jax.convert import layouts
 from peagle_jax.convert.conversion import convert
 from peagle_jax.convert.inspection import Inspection, inspect
 from peagle_jax.convert.lazy_tensor import LazyTensor
 from peagle_jax.convert.opening import Checkpoint, open_checkpoint
+from peagle_jax.convert.weight_forms import in_form
 
 __all__ = ["Inspection", "convert", "inspect", "load_drafter", "load_target"]
 
@@ -29,7 +30,10 @@ _MAX_THREADS = 8  # a host copy of a tensor each, until it is on the device
 
 
 def load_target(
-    source: str | os.PathLike[str], dtype: Any = None, sharding: Shardings | None = None
+    source: str | os.PathLike[str],
+    dtype: Any = None,
+    sharding: Shardings | None = None,
+    weights: WeightForm = "full",
 ) -> tuple[ModelConfig, Params]:
     """A target's configuration and parameters.
 
@@ -39,10 +43,14 @@ def load_target(
         dtype: of the parameters; None = the checkpoint's own (float32 if quantised).
         sharding: where they go; None = the default device. Each device is sent its shard
             alone.
+        weights: what is kept quantised: "mxfp4", a checkpoint's packed experts as they are;
+            "int8", the kernels of linear layers, rounded. Such a kernel is a dict of arrays,
+            see models/quantised.py.
 
-    Raises InputError on anything that is not a whole checkpoint of a known target.
+    Raises InputError on anything that is not a whole checkpoint of a known target, and on
+    "mxfp4" for one without packed experts.
     """
-    opened = open_checkpoint(source, kind="target", dtype=dtype)
+    opened = in_form(open_checkpoint(source, kind="target", dtype=dtype), weights)
     assert isinstance(opened.config, ModelConfig)
     return opened.config, to_device(opened, sharding)
 

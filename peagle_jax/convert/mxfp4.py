@@ -29,7 +29,8 @@ _BYTES = BLOCK // 2
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _BF16 = np.dtype(ml_dtypes.bfloat16)
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_SCALE_BIAS, _SCALE_NAN = 127, 255
+SCALE_NAN = 255  # the code
+_SCALE_BIAS = 127
 # Bytes looked up at a time: their indices and the table stay in a core's cache.
 _PIECE = 1 << 15
 
@@ -65,7 +66,7 @@ def _pairs() -> np.ndarray:
     scales = np.arange(256)
     with np.errstate(over="ignore"):  # see `dequantize`: some products are Inf
         values = np.ldexp(elements, scales[:, None] - _SCALE_BIAS).astype(_BF16)
-    values[_SCALE_NAN] = np.nan
+    values[SCALE_NAN] = np.nan
     byte = np.arange(256)
     pairs = np.stack([values[:, byte & 0xF], values[:, byte >> 4]], axis=-1)
     return np.ascontiguousarray(pairs).view(np.uint32).reshape(-1)
@@ -119,6 +120,11 @@ class Mxfp4Reader(Reader):
         blocks = self._stored.rows(name + _BLOCKS, start, stop)[:, last]
         scales = self._stored.rows(name + _SCALES, start, stop)[:, last]
         return dequantize(blocks, scales).swapaxes(1, 2)
+
+
+def packed_names(name: str) -> tuple[str, str]:
+    """The stored tensors, blocks and scales, of a packed one."""
+    return name + _BLOCKS, name + _SCALES
 
 
 def dequantised(reader: Reader) -> Reader:

@@ -13,14 +13,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from peagle_jax import sharding
 from peagle_jax.config import DrafterConfig, ModelConfig
 from peagle_jax.errors import InputError
-from peagle_jax.models import decoder
+from peagle_jax.models import decoder, quantised
 from peagle_jax.sharding import EXPERT, Rules
 
 
 def target_shardings(
     config: ModelConfig, abstract: Any, mesh: Mesh, rules: Rules = sharding.TENSOR_RULES
 ) -> Any:
-    """The tree of shardings of a target's parameters, whose shapes `abstract` gives.
+    """The tree of shardings of a target's parameters, whose shapes `abstract` gives,
+    some of them quantised or none.
 
     Raises InputError for a mesh that does not fit: heads or a dimension that its devices cannot
     share evenly, or experts' devices for a model without experts.
@@ -29,7 +30,8 @@ def target_shardings(
     experts = mesh.shape.get(EXPERT, 1)
     if experts > 1 and config.block.moe is None:
         raise InputError(f"mesh: {EXPERT}: found {experts}, expected 1 for a model without experts")
-    specs = sharding.partition_specs(decoder.logical_axes(config), abstract, mesh, rules)
+    axes = quantised.axes_like(decoder.logical_axes(config), abstract)
+    specs = sharding.partition_specs(axes, abstract, mesh, rules)
     return sharding.named(mesh, specs)
 
 

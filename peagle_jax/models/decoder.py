@@ -25,6 +25,7 @@ from peagle_jax.models.layers import (
     rope_tables,
 )
 from peagle_jax.models.paged_cache import Cache
+from peagle_jax.models.quantised import Quantised
 
 
 @struct.dataclass
@@ -114,7 +115,7 @@ class Decoder(nn.Module):
         """The argmax of `logits`."""
         return argmax_out_in(hidden, self._head())
 
-    def _head(self) -> Float[Array, "vocab hidden"]:
+    def _head(self) -> Float[Array, "vocab hidden"] | Quantised:
         return self.embed_tokens.embedding if self.config.tie_embeddings else self.lm_head.kernel
 
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from peagle_jax.config import BlockConfig, DrafterConfig
+from peagle_jax.models import quantised
 from peagle_jax.models.attention import Attend, Attention, cached_attends
 from peagle_jax.models.block import Block, Rope
 from peagle_jax.models.cache import KVCache
@@ -32,6 +33,7 @@ from peagle_jax.models.layers import (
     rope_tables,
 )
 from peagle_jax.models.paged_cache import Cache
+from peagle_jax.models.quantised import Quantised
 
 
 class FirstBlock(nn.Module):
@@ -177,7 +179,7 @@ class Drafter(nn.Module):
     def logits(
         self,
         stream: Float[Array, "*rows hidden"],
-        lent: Float[Array, "vocab hidden"] | None = None,
+        lent: Float[Array, "vocab hidden"] | Quantised | None = None,
     ) -> Float[Array, "*rows draft_vocab"]:
         """Float32 logits over the draft vocabulary of a residual stream."""
         return matmul_out_in(self.norm(stream), self._head(lent)) * self.config.logit_scale
@@ -185,20 +187,20 @@ class Drafter(nn.Module):
     def best(
         self,
         stream: Float[Array, "*rows hidden"],
-        lent: Float[Array, "vocab hidden"] | None = None,
+        lent: Float[Array, "vocab hidden"] | Quantised | None = None,
     ) -> Int[Array, "*rows"]:
         """The argmax of `logits`: draft-vocabulary ids."""
         return argmax_out_in(self.norm(stream), self._head(lent), self.config.logit_scale)
 
     def _head(
-        self, lent: Float[Array, "vocab hidden"] | None
-    ) -> Float[Array, "draft_vocab hidden"]:
+        self, lent: Float[Array, "vocab hidden"] | Quantised | None
+    ) -> Float[Array, "draft_vocab hidden"] | Quantised:
         if self.config.own_head:
             return self.lm_head.kernel
         assert lent is not None
         if self.config.draft_vocab_size < self.config.vocab_size:
-            lent = lent[self.draft_to_target]
-        return lent.astype(self.dtype)
+            lent = quantised.take(lent, self.draft_to_target)
+        return lent if isinstance(lent, Quantised) else lent.astype(self.dtype)
 
     def target_ids(self, draft_ids: Int[Array, "*rows"]) -> Int[Array, "*rows"]:
         """The target's token ids of draft-vocabulary ids."""

@@ -8,6 +8,7 @@ Activations and weights share one dtype; norms, softmax and logits work in float
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -17,6 +18,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from peagle_jax.config import GateConfig, RopeConfig
+from peagle_jax.models import quantised
+from peagle_jax.models.quantised import Quantised
 
 INIT_STDDEV = 0.02
 # Rows that a matrix product handles at once at no extra cost.
@@ -34,8 +37,15 @@ def declare(
     axes: tuple[str | None, ...],
     init: Any,
     dtype: Any,
-) -> Array:
-    """The one declaration of a weight: `axes` names a logical axis per dimension."""
+) -> Any:
+    """The one declaration of a weight: `axes` names a logical axis per dimension.
+
+    A kernel that the parameters hold quantised comes as what it is, see quantised.py.
+    """
+    if module.has_variable("params", name):
+        value = module.get_variable("params", name)
+        if isinstance(value, Mapping):
+            return quantised.of_parameter(value)
     return module.param(name, nn.with_logical_partitioning(init, axes), shape, dtype)
 
 
@@ -64,7 +74,7 @@ class Linear(nn.Module):
 
 
 def matmul_out_in(
-    x: Float[Array, "*rows in"], kernel: Float[Array, "out in"]
+    x: Float[Array, "*rows in"], kernel: Float[Array, "out in"] | Quantised
 ) -> Float[Array, "*rows out"]:
     """`x @ kernel.T`, computed as `(kernel @ x.T).T`, accumulated in float32.
 
@@ -79,7 +89,7 @@ def matmul_out_in(
 
 
 def argmax_out_in(
-    x: Float[Array, "*rows in"], kernel: Float[Array, "out in"], scale: float = 1.0
+    x: Float[Array, "*rows in"], kernel: Float[Array, "out in"] | Quantised, scale: float = 1.0
 ) -> Int[Array, "*rows"]:
     """The int32 argmax of `matmul_out_in(x, kernel) * scale`, without turning the product
     to rows first: over a vocabulary that copy is slow (docs/design.md)."""
@@ -87,7 +97,7 @@ def argmax_out_in(
     return best.astype(jnp.int32).reshape(x.shape[:-1])
 
 
-def _product(x: Float[Array, "*rows in"], kernel: Float[Array, "out in"]) -> Array:
+def _product(x: Float[Array, "*rows in"], kernel: Float[Array, "out in"] | Quantised) -> Array:
     """`kernel @ x.T` as float32 `[out, number of rows]`.
 
     5 to 31 rows are padded to whole tiles: on CPU these are faster, and other platforms pad to
@@ -97,10 +107,7 @@ def _product(x: Float[Array, "*rows in"], kernel: Float[Array, "out in"]) -> Arr
     rows = flat.shape[0]
     if ROW_TILE // 2 < rows < 4 * ROW_TILE:
         flat = jnp.pad(flat, ((0, -rows % ROW_TILE), (0, 0)))
-    y = jax.lax.dot_general(
-        kernel, flat, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-    )
-    return y[:, :rows]
+    return quantised.product(kernel, flat)[:, :rows]
 
 
 class RMSNorm(nn.Module):

@@ -6,7 +6,8 @@ every one reaches each expert it chose, whatever the batch: there is no capacity
 Few tokens are worked off in tiles: one expert's tokens a turn, so that the weights of the
 experts that were chosen are read, once, and no others. On TPU many tokens go through a grouped
 matrix product (`jax.lax.ragged_dot_general`); where XLA makes products over all experts of
-that, they go through tiles too.
+that, they go through tiles too. Experts that are packed (quantised.py) go through a kernel that
+unpacks them as it multiplies, where the device has one.
 
 Under a mesh (`jax.set_mesh`) with the axes `expert` or `model` each device works on its own
 experts, or its own part of them, for all tokens, and one sum over the devices ends the layer.
@@ -23,6 +24,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.mxfp4_matmul import mxfp4_matmul, own_kernel
 from peagle_jax.config import GateConfig, MoEConfig
 from peagle_jax.models.layers import (
     ROW_TILE,
@@ -32,6 +34,7 @@ from peagle_jax.models.layers import (
     normal_init,
     zeros_init,
 )
+from peagle_jax.models.quantised import Mxfp4Kernel, Quantised
 from peagle_jax.sharding import EXPERT, MODEL
 
 # Tokens of one expert that are worked off at a time: enough to hide the reading of its weights.
@@ -47,7 +50,7 @@ _OUT_IN = jax.lax.RaggedDotDimensionNumbers(
 class ExpertLinear(NamedTuple):
     """One linear layer of every expert: `y = kernel[e] x + bias[e]`."""
 
-    kernel: Float[Array, "experts out in"]
+    kernel: Float[Array, "experts out in"] | Quantised
     bias: Float[Array, "experts out"] | None
 
 
@@ -159,7 +162,8 @@ def mix_on_mesh(
 ) -> Float[Array, "tokens hidden"]:
     """`mix`, the experts split over the mesh's axis `expert`, each of them over `model`."""
     sizes = jax.sharding.get_abstract_mesh().shape
-    expert, model = (axis if sizes.get(axis, 1) > 1 else None for axis in (EXPERT, MODEL))
+    # By hand over axes of one device too: a kernel is refused wherever the compiler might split.
+    expert, model = (axis if axis in sizes else None for axis in (EXPERT, MODEL))
     axes = {axis for axis in (expert, model) if axis is not None}
     if not axes:
         return mix(x, chosen, weights, experts, gate)
@@ -175,8 +179,12 @@ def mix_on_mesh(
         return jax.lax.psum(mix(x, chosen, weights, own, gate), tuple(sorted(axes)))
 
     def split(linear: ExpertLinear, *axes: str | None) -> ExpertLinear:
-        spec, bias = PartitionSpec(expert, *axes), PartitionSpec(expert, axes[0])
-        return ExpertLinear(spec, None if linear.bias is None else bias)  # type: ignore[arg-type]
+        kernel: Any = PartitionSpec(expert, *axes)
+        bias: Any = PartitionSpec(expert, axes[0])
+        if isinstance(linear.kernel, Quantised):
+            form: Any = type(linear.kernel)
+            kernel = form(**form.axes(*kernel))
+        return ExpertLinear(kernel, None if linear.bias is None else bias)
 
     specs = ExpertParams(
         gate=split(experts.gate, model, None),
@@ -212,8 +220,12 @@ def mix(
     of_row = jnp.minimum(of_pair[order], count - 1)
     sizes = jnp.sum(of_pair[:, None] == jnp.arange(count), axis=0, dtype=jnp.int32)
     rows = x[order // per_token]
-    if tokens <= TILE:
-        tile = -(-tokens // ROW_TILE) * ROW_TILE
+    tile = min(-(-tokens // ROW_TILE) * ROW_TILE, TILE)
+    kernel = experts.gate.kernel
+    if isinstance(kernel, Mxfp4Kernel) and own_kernel(x.dtype.name):
+        out = grouped(rows, sizes, experts, of_row=of_row, gate=gate)
+    elif tokens <= TILE or isinstance(kernel, Quantised):
+        # Of a quantised kernel one expert at a time is ever dequantised.
         out = in_tiles(rows, sizes, experts, gate=gate, tile=tile)
     else:
         out = jax.lax.platform_dependent(
@@ -221,7 +233,7 @@ def mix(
             sizes,
             experts,
             tpu=functools.partial(grouped, of_row=of_row, gate=gate),
-            default=functools.partial(in_tiles, gate=gate, tile=TILE),
+            default=functools.partial(in_tiles, gate=gate, tile=tile),
         )
     by_token = out[jnp.argsort(order)].reshape(tokens, per_token, -1)
     by_token = jnp.where((chosen < count)[..., None], by_token, 0.0)
@@ -248,13 +260,11 @@ def in_tiles(
     padded = jnp.pad(rows, ((0, tile), (0, 0)))
 
     def one(linear: ExpertLinear, expert: Array, x: Array) -> Array:
-        kernel, bias = (
-            None if part is None else jax.lax.dynamic_index_in_dim(part, expert, keepdims=False)
-            for part in linear
+        own = jax.tree.map(
+            lambda part: jax.lax.dynamic_index_in_dim(part, expert, keepdims=False), linear
         )
-        assert kernel is not None
-        y = matmul_out_in(x, kernel)
-        return y if bias is None else y + bias
+        y = matmul_out_in(x, own.kernel)
+        return y if own.bias is None else y + own.bias
 
     def turn(index: Array, out: Array) -> Array:
         expert = jnp.sum(ends <= index)
@@ -280,9 +290,13 @@ def grouped(
     """`in_tiles` as grouped matrix products over all rows; `of_row` is each row's expert."""
 
     def each(linear: ExpertLinear, x: Array) -> Array:
-        y = jax.lax.ragged_dot_general(
-            x, linear.kernel, sizes, _OUT_IN, preferred_element_type=jnp.float32
-        )
+        kernel: Any = linear.kernel
+        if isinstance(kernel, Mxfp4Kernel):
+            y = mxfp4_matmul(x, sizes, kernel.packed, kernel.scales)
+        else:
+            y = jax.lax.ragged_dot_general(
+                x, kernel, sizes, _OUT_IN, preferred_element_type=jnp.float32
+            )
         return y if linear.bias is None else y + linear.bias[of_row]
 
     wide = gated(each(experts.gate, rows), each(experts.up, rows), gate)

@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+from peagle_jax.config import WeightForm
 from peagle_jax.decoding.speculate import Speculator
 from peagle_jax.errors import InputError
 from peagle_jax.mesh_shape import MeshShape
@@ -26,7 +27,7 @@ class Job:
     """What is planned for.
 
     slots: sequences at a time, over all devices. context: tokens of each. acceptance_length:
-    tokens that a verification is taken to yield, 1 to K+1.
+    tokens that a verification is taken to yield, 1 to K+1. weights: the target's form in memory.
     """
 
     speculator: Speculator
@@ -35,6 +36,7 @@ class Job:
     context: int
     page_size: int
     acceptance_length: float
+    weights: WeightForm = "full"
 
     def __post_init__(self) -> None:
         most, k = self.speculator.target.max_positions, self.speculator.num_draft_tokens
@@ -149,11 +151,17 @@ def estimate(job: Job, mesh: MeshShape) -> MeshPlan:
             "groups"
         )
     speculator, slots = job.speculator, job.slots // mesh.data
-    weights = memory.target_weights(speculator.target, speculator.dtype, mesh)
+    in_form = functools.partial(memory.target_weights, speculator.target, speculator.dtype, mesh)
+    weights = in_form(job.weights)
     config = speculator.drafter
     drafter = memory.drafter_weights(config, speculator.dtype) if config else None
     floor = functools.partial(
-        step_floor, mesh=mesh, chip=job.topology.chip, slots=slots, context=job.context
+        step_floor,
+        mesh=mesh,
+        chip=job.topology.chip,
+        slots=slots,
+        context=job.context,
+        multiplied=in_form("full"),
     )
     plain = Speculator(speculator.target, dtype=speculator.dtype)
     return MeshPlan(

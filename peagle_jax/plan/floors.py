@@ -49,10 +49,12 @@ def step_floor(
     chip: Chip,
     slots: int,
     context: int,
+    multiplied: Weights | None = None,
 ) -> StepFloor:
     """A step of `slots` sequences of one data group, each with `context` tokens.
 
-    weights, drafter: of a device, as memory.py gives them.
+    weights, drafter: of a device, as memory.py gives them. multiplied: the target's where all are
+    in the dtype of the computation, None = `weights`: products count elements, not bytes.
     """
     target, item = speculator.target, jnp.dtype(speculator.dtype).itemsize
     k = speculator.num_draft_tokens
@@ -62,7 +64,9 @@ def step_floor(
     used = 1.0 if moe is None else hit_share(moe.num_experts, moe.experts_per_token, rows)
     active = 1.0 if moe is None else moe.experts_per_token / moe.num_experts
     read: float = weights.layers + head + used * weights.experts
-    flops: float = 2 * rows * (weights.layers + head + active * weights.experts) / item
+    full = weights if multiplied is None else multiplied
+    full_head = full.embedding if target.tie_embeddings else full.head
+    flops: float = 2 * rows * (full.layers + full_head + active * full.experts) / item
     cache: float = slots * _cache(target.block, context, k + 1, item) / mesh.model
     flops += _scores(target.block, context, k + 1) * rows / mesh.model
     if drafter is not None:
@@ -73,6 +77,8 @@ def step_floor(
         if not config.own_head:
             scored = head * config.draft_vocab_size / config.vocab_size
         read += passes * (drafter.layers + scored)
+        if not config.own_head:
+            scored = full_head * config.draft_vocab_size / config.vocab_size
         flops += 2 * slots * k * (drafter.layers + scored) / item
         cache += passes * slots * _cache(config.block, context, k, item)
         flops += _scores(config.block, context, k) * slots * k

@@ -13,12 +13,12 @@ from jax.sharding import AbstractMesh
 
 from pallas_kernels.layout import slot_tile
 from peagle_jax import sharding
-from peagle_jax.config import BlockConfig, DrafterConfig, ModelConfig
+from peagle_jax.config import BlockConfig, DrafterConfig, ModelConfig, WeightForm
 from peagle_jax.decoding.generate import PREFILL_CHUNK
 from peagle_jax.decoding.speculate import Speculator
 from peagle_jax.errors import InputError
 from peagle_jax.mesh_shape import MeshShape
-from peagle_jax.models import decoder, drafter
+from peagle_jax.models import decoder, drafter, quantised
 from peagle_jax.models.paged_cache import bytes_a_position
 from peagle_jax.serving import device
 from peagle_jax.sharding import DATA, EXPERT, MODEL
@@ -43,12 +43,18 @@ class Weights:
         return self.embedding + self.head + self.experts + self.layers
 
 
-def target_weights(config: ModelConfig, dtype: str, mesh: MeshShape) -> Weights:
+def target_weights(
+    config: ModelConfig, dtype: str, mesh: MeshShape, weights: WeightForm = "full"
+) -> Weights:
     """A target's, split as an engine on this mesh splits them.
 
-    Raises InputError where they cannot be split so.
+    Raises InputError where they cannot be split so, or do not come in this form.
     """
-    abstract, axes = _described(config, dtype)
+    if weights == "mxfp4" and config.block.moe is None:
+        raise InputError("--weights: found mxfp4 and a model without experts, expected some")
+    full, axes = _described(config, dtype)
+    abstract = quantised.abstract(full, weights)
+    axes = quantised.axes_like(axes, abstract)
     placed = AbstractMesh((mesh.data, mesh.expert, mesh.model), (DATA, EXPERT, MODEL))
     sharding.check_heads(config.block, placed, sharding.TENSOR_RULES)
     if mesh.expert > 1 and config.block.moe is None:

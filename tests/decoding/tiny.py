@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -58,12 +58,13 @@ def drafter_config(
     target: ModelConfig, *, parallel: bool, num_layers: int = 1, **changes: Any
 ) -> DrafterConfig:
     """By default without a draft vocabulary, with a head of its own."""
+    hidden = target.block.hidden_size
     config = DrafterConfig(
-        block=dataclasses.replace(BLOCK, num_layers=num_layers),
+        block=dataclasses.replace(BLOCK, hidden_size=hidden, num_layers=num_layers),
         parallel=parallel,
         vocab_size=target.vocab_size,
         draft_vocab_size=target.vocab_size,
-        target_hidden_size=HIDDEN,
+        target_hidden_size=hidden,
         aux_layer_ids=(0, 1, 2),
         mask_token_id=target.vocab_size - 1 if parallel else None,
     )
@@ -74,7 +75,7 @@ def target_params(config: ModelConfig, seed: int = 0) -> dict[str, Any]:
     """Random, with peaked but not constant next-token distributions."""
     params = _random(decoder.abstract_params(config), np.random.default_rng(seed))
     table = params["embed_tokens"]["embedding"]
-    shared = np.random.default_rng(1234).standard_normal(HIDDEN)
+    shared = np.random.default_rng(1234).standard_normal(config.block.hidden_size)
     params["embed_tokens"]["embedding"] = (shared + 0.8 * table / table.std()).astype(np.float32)
     head = params["lm_head"]["kernel"]
     params["lm_head"]["kernel"] = (0.4 * head / head.std()).astype(np.float32)
@@ -131,7 +132,7 @@ def fit_features(
     tokens = jax.random.randint(jax.random.key(1), (rows, length), 0, config.vocab_size)
     for _ in range(length):
         tokens, out = improve(tokens)
-    hidden = np.asarray(out.hidden)[:, 1:].reshape(-1, HIDDEN)
+    hidden = np.asarray(out.hidden)[:, 1:].reshape(-1, config.block.hidden_size)
     features = np.asarray(out.features)[:, :-1].reshape(len(hidden), -1)
     to_next = np.linalg.lstsq(features, hidden, rcond=1e-4)[0].T
     return to_next.astype(np.float32), hidden.mean(axis=0)
@@ -178,13 +179,16 @@ def make(
     vocab_size: int = VOCAB,
     head_noise: float = 0.05,
     drafter_layers: int = 1,
+    in_form: Callable[[dict[str, Any]], Any] = lambda tree: tree,
     **changes: Any,
 ) -> Tiny:
     """Target and both drafters; the P-EAGLE drafter has a draft vocabulary if asked.
 
-    `head_noise`: standard deviation of the drafters' heads around the target's (0.4)."""
+    `head_noise`: standard deviation of the drafters' heads around the target's (0.4). `in_form`
+    makes the target's parameters from full ones."""
     target = target_config(vocab_size=vocab_size, **changes)
-    tree = jax.device_put(target_params(target))
+    full = target_params(target)
+    tree = jax.device_put(in_form(full))
     drafters = {
         "p-eagle": drafter_config(
             target,
@@ -199,8 +203,7 @@ def make(
     fit = fit_features(target, tree, drafters["p-eagle"].aux_layer_ids)
     trees = {"target": tree}
     for method, config in drafters.items():
-        head = np.asarray(tree["lm_head"]["kernel"])
-        trees[method] = drafter_params(config, fit, head, head_noise)
+        trees[method] = drafter_params(config, fit, full["lm_head"]["kernel"], head_noise)
     return Tiny(target, drafters, jax.device_put(trees))
 
 

@@ -17,6 +17,7 @@ SIZES = (
     "ring b8",
     "K=8, 8k",
     "draw b1",
+    "mxfp4_matmul verify b1",
 )
 
 
@@ -30,6 +31,7 @@ def test_kernels_compile_for_every_chip_within_their_bounds(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads(output.read_text())
     assert {row["chip"] for row in rows} == {"v5e", "v6e", "v5p", "tpu7x"}
-    # Two attentions, one cache write, one ring, one training attention and one draw on each.
-    assert len(rows) == 4 * 6
+    # Two attentions, one cache write, one ring, one training attention, one draw and one packed
+    # product on each.
+    assert len(rows) == 4 * 7
     assert all(row["vmem"] < 16 * 2**20 and not row["trouble"] for row in rows)

@@ -9,10 +9,19 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import tune, tuned
+from pallas_kernels.mxfp4_matmul import Blocks as PackedBlocks
 from pallas_kernels.target import Target, compile_for
 from pallas_kernels.verify_attention import GpuBlocks, shapes
 
 PROBLEM = shapes.Problem(8, 8, 32, 8, 128, 8192, 8192, "bfloat16", "bfloat16")
+
+
+OTHERS = (
+    ("verify_sample", "sample"),
+    ("verify_sample", "reject"),
+    ("mxfp4_matmul", "few/bfloat16"),
+    ("mxfp4_matmul", "many/bfloat16"),
+)
 
 
 def test_an_entry_replaces_the_fields_that_it_holds(monkeypatch):
@@ -52,9 +61,13 @@ def test_tuning_writes_the_fastest(monkeypatch, tmp_path):
     monkeypatch.setattr(tune, "ROWS", {"verify": 8})
     monkeypatch.setattr(tune, "CONTEXT", 64)
     monkeypatch.setattr(tune, "VOCAB", 256)
+    monkeypatch.setattr(tune, "EXPERT_WIDTH", 64)
 
     def time_of(call: Any, blocks: Any) -> int:
-        tokens = blocks.slots if isinstance(blocks, GpuBlocks) else blocks.chunk / 32
+        if isinstance(blocks, PackedBlocks):
+            tokens = blocks.outputs
+        else:
+            tokens = blocks.slots if isinstance(blocks, GpuBlocks) else blocks.chunk / 32
         return abs(tokens - 64) + abs(blocks.warps - 8)
 
     monkeypatch.setattr(tune, "time_of", time_of)
@@ -68,7 +81,7 @@ def test_tuning_writes_the_fastest(monkeypatch, tmp_path):
         f"verify_attention/verify/d{dim}/{jnp.dtype(dtype).name}"
         for dim in (64, 128)
         for dtype in (jnp.float32, jnp.bfloat16)
-    } | {"verify_sample/sample", "verify_sample/reject"}
+    } | {f"{kernel}/{size}" for kernel, size in OTHERS}
     entry = written["a GPU"]["verify_attention/verify/d128/bfloat16"]
     assert (entry["slots"], entry["warps"]) == (64, 8)
     assert written["a GPU"]["verify_sample/reject"] == {"chunk": 2048, "warps": 8}

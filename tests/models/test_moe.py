@@ -36,6 +36,7 @@ def random_experts(bias: bool, seed: int = 0) -> ExpertParams:
 
 def one_expert(x: np.ndarray, experts: ExpertParams, e: int, gate: GateConfig) -> np.ndarray:
     def each(linear: ExpertLinear, x: np.ndarray) -> np.ndarray:
+        assert isinstance(linear.kernel, jax.Array)
         y = np.asarray(linear.kernel[e], np.float64) @ x
         return y if linear.bias is None else y + np.asarray(linear.bias[e], np.float64)
 
