@@ -36,6 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also answer N prompts that the target invents itself",
     )
     parser.add_argument(
+        "--given",
+        action="store_true",
+        help="take each prompt's answer from the file, key `answer`, instead of the target's",
+    )
+    parser.add_argument(
         "--out",
         type=Path,
         required=True,
@@ -61,25 +66,45 @@ def run(args: argparse.Namespace) -> int:
             raise InputError(f"{option}: found {found}, expected {least} or more")
     if args.prompts is None and not args.self_prompt:
         raise InputError("--prompts and --self-prompt: found neither, expected one or both")
+    if args.given and (args.prompts is None or args.self_prompt):
+        raise InputError("--given: found no --prompts alone, expected a file of answered prompts")
     records = read_records(args.prompts)[: args.limit] if args.prompts else []
+    given = [record.answer for record in records if record.answer is not None]
+    if args.given and len(given) < len(records):
+        number = next(i for i, record in enumerate(records, start=1) if record.answer is None)
+        raise InputError(
+            f"{args.prompts}: prompt {number}: answer: found none, expected a string with --given"
+        )
 
     from peagle_jax import api
     from peagle_jax.training.distill import Question, distill, self_prompts
+    from peagle_jax.training.given import take_answers
 
     questions = [Question(r.id, r.prompt, r.source or "", r.category or "") for r in records]
     questions += self_prompts(args.self_prompt)
     pair = api.load(target=args.model, drafter=None, dtype=args.dtype)
     with progress_bar("prompts") as progress:
-        done = distill(
-            pair,
-            questions,
-            args.out,
-            model=args.model,
-            params=params,
-            batch_size=args.batch_size,
-            raw=args.raw,
-            progress=progress,
-        )
+        if args.given:
+            done = take_answers(
+                pair,
+                questions,
+                given,
+                args.out,
+                model=args.model,
+                raw=args.raw,
+                progress=progress,
+            )
+        else:
+            done = distill(
+                pair,
+                questions,
+                args.out,
+                model=args.model,
+                params=params,
+                batch_size=args.batch_size,
+                raw=args.raw,
+                progress=progress,
+            )
     if args.json:
         print(json.dumps(dataclasses.asdict(done)))
     print(done.line(), file=sys.stderr)

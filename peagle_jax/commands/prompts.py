@@ -19,6 +19,7 @@ class Record:
     id: str
     category: str | None
     source: str | None = None
+    answer: str | None = None
 
 
 def read_prompts(path: Path) -> tuple[list[JsonPrompt], list[str]]:
@@ -34,20 +35,21 @@ def read_prompts(path: Path) -> tuple[list[JsonPrompt], list[str]]:
 
 
 def read_records(path: Path) -> list[Record]:
-    """`read_prompts`, with the keys `id` (a string or an integer), `category` and `source`
-    (strings)."""
+    """`read_prompts`, with the keys `id` (a string or an integer), `category`, `source` and
+    `answer` (strings)."""
     records = []
     for where, value, prompt in _read(path):
         keys = value if isinstance(value, dict) else {}
         name = keys.get("id")
         if name is not None and type(name) not in (str, int):
             raise InputError(f"{where}: id: found {shown(name)}, expected a string or an integer")
-        for key in ("category", "source"):
+        for key in ("category", "source", "answer"):
             if not isinstance(keys.get(key, ""), str):
                 raise InputError(f"{where}: {key}: found {shown(keys[key])}, expected a string")
         number = where.rpartition(":")[2]
         name = number if name is None else str(name)
-        records.append(Record(prompt, name, keys.get("category"), keys.get("source")))
+        texts = (keys.get(key) for key in ("category", "source", "answer"))
+        records.append(Record(prompt, name, *texts))
     return records
 
 

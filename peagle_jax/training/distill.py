@@ -102,7 +102,7 @@ def distill(
         for q in questions
     ]
     header = _user_header(pair) if any(ids is None for ids in encoded) else ()
-    _check_ids(questions)
+    check_ids(questions)
     begin = time.perf_counter()
     answered = tokens = 0
     with AnswersWriter(out, _meta(pair, model, params, prompt_params, raw)) as writer:
@@ -210,7 +210,8 @@ def _seed(seed: int, index: int, attempt: int = 0) -> int:
     return (seed + index + 7_919_777 * attempt) % 2**32
 
 
-def _check_ids(questions: Sequence[Question]) -> None:
+def check_ids(questions: Sequence[Question]) -> None:
+    """Raises InputError where two questions have one id."""
     seen: set[str] = set()
     for question in questions:
         if question.id in seen:
