@@ -9,7 +9,7 @@ nearer to what decoding meets: train on them last.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,9 +83,9 @@ def _encode(pair: Pair, question: Question, answer: str, *, raw: bool) -> Answer
     ids = _after(pair, prompt, prompt_ids, answer, raw=raw, where=where)
     ends = [place for place, token in enumerate(ids) if token in eos]
     ids = ids[: ends[0] + 1] if ends else [*ids, *eos[:1]]
-    words: Any = prompt if isinstance(prompt, str) else None
-    if words is None and not isinstance(prompt[0], int):
-        words = [dict(turn) for turn in prompt]
+    words: Any = prompt
+    if not isinstance(prompt, str):
+        words = [dict(turn) for turn in prompt if isinstance(turn, Mapping)] or None
     return Answer(
         id=question.id,
         prompt_ids=tuple(prompt_ids),
