@@ -69,12 +69,13 @@ def run(args: argparse.Namespace) -> int:
     if args.given and (args.prompts is None or args.self_prompt):
         raise InputError("--given: found no --prompts alone, expected a file of answered prompts")
     records = read_records(args.prompts)[: args.limit] if args.prompts else []
-    given = [record.answer for record in records if record.answer is not None]
-    if args.given and len(given) < len(records):
-        number = next(i for i, record in enumerate(records, start=1) if record.answer is None)
-        raise InputError(
-            f"{args.prompts}: prompt {number}: answer: found none, expected a string with --given"
-        )
+    given = [record.answer or "" for record in records]
+    for number, answer in enumerate(given, start=1):
+        if args.given and not answer.strip():
+            raise InputError(
+                f"{args.prompts}: prompt {number}: answer: found none, or an empty one, expected "
+                "text with --given"
+            )
 
     from peagle_jax import api
     from peagle_jax.training.distill import Question, distill, self_prompts

@@ -42,7 +42,10 @@ def in_form(opened: Checkpoint, weights: WeightForm) -> Checkpoint:
             parts = _packed(tensor) if form is quantised.Mxfp4Kernel else _rounded(tensor)
             tensors |= {f"{path}.{name}": part for name, part in parts.items()}
     if len(tensors) == len(opened.tensors):
-        raise opened.reader.fail(f"weights: found {weights!r} and no experts, expected some")
+        raise opened.reader.fail(
+            f"weights: found {weights!r} and no experts, which alone are packed; expected 'full' "
+            "or 'int8'"
+        )
     return dataclasses.replace(opened, tensors=tensors)
 
 

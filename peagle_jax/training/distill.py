@@ -50,15 +50,22 @@ class Question:
 
 @dataclasses.dataclass(frozen=True)
 class Distilled:
-    """What a run did. answered: now; present: were there before; tokens: answered now."""
+    """What a run did. answered: now; present: were there before; tokens: answered now; given:
+    nothing was decoded."""
 
     answered: int
     present: int
     tokens: int
     seconds: float
+    given: bool = False
 
     def line(self) -> str:
         """One readable line."""
+        if self.given:
+            return (
+                f"{self.answered} answers taken as they are, {self.present} were there before; "
+                f"{self.tokens} tokens"
+            )
         rate = self.tokens / self.seconds if self.seconds else 0.0
         return (
             f"{self.answered} prompts answered, {self.present} were there before; "

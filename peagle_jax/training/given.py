@@ -68,7 +68,7 @@ def take_answers(
             tokens += sum(len(piece.answer_ids) for piece in some)
             if progress:
                 progress(present + answered, len(pieces))
-    return Distilled(answered, present, tokens, time.perf_counter() - begin)
+    return Distilled(answered, present, tokens, time.perf_counter() - begin, given=True)
 
 
 def _encode(pair: Pair, question: Question, answer: str, *, raw: bool) -> Answer:

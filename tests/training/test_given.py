@@ -40,6 +40,7 @@ def test_an_answer_ends_as_the_target_would_end_it(pair, tmp_path) -> None:
     done = take_answers(pair, QUESTIONS, GIVEN, tmp_path / "D", model="tiny")
     found = {one.id: one for one in AnswersFile(tmp_path / "D")}
     assert (done.answered, done.present, done.tokens) == (3, 0, 9)
+    assert done.line() == "3 answers taken as they are, 0 were there before; 9 tokens"
     text, chat, ids = (found[q.id] for q in QUESTIONS)
     assert (text.prompt_ids, text.answer_ids) == ((10, 5, 6, eos, 11), (7, 8, eos))
     assert (chat.prompt_ids, chat.answer_ids) == ((10, 8, eos, 11), (9, eos))
@@ -64,6 +65,7 @@ def test_a_template_that_rewrites_the_past_is_refused(pair, tmp_path, monkeypatc
     ("lines", "options", "message"),
     [
         ([{"prompt": "w5"}], [], "prompt 1: answer: found none"),
+        ([{"prompt": "w5", "answer": "w6"}, {"prompt": "w5", "answer": " "}], [], "prompt 2: ans"),
         ([{"prompt": "w5", "answer": 3}], [], "answer: found 3, expected a string"),
         ([{"prompt": "w5", "answer": "w6"}], ["--self-prompt", "2"], "--given: found no --prompts"),
     ],
