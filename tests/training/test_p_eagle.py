@@ -151,7 +151,7 @@ def test_a_whole_chain_drafts_what_decoding_drafts(
     shape = (len(prompts), k)
     drawn = Draws(jnp.zeros((*shape, 2), jnp.uint32), jnp.zeros((*shape, tiny.VOCAB)))
     draft = jax.jit(speculator.draft, static_argnums=4)
-    _, expected, _, _ = draft(params, state, table, drawn, k)
+    expected = draft(params, state, table, drawn, k).logits
 
     # The same texts as training rows: the prompt and the first token of the answer.
     length = max(lengths) + k
