@@ -399,10 +399,10 @@ class Speculator:
 def _only(
     out: DecoderOutput, start: Int[Array, "batch"], rows: Int[Array, "batch rows"]
 ) -> DecoderOutput:
-    """Some rows of a tree, as if they had been verified as a chain."""
+    """Of some rows of a tree features and cache, as if they had been verified as a chain."""
     layers: Any = [layer.moved(start, rows) for layer in out.cache.layers]
-    return DecoderOutput(
-        jnp.take_along_axis(out.hidden, rows[..., None], axis=1),
-        jnp.take_along_axis(out.features, rows[..., None], axis=1),
-        out.cache.with_layers(layers),
+    return dataclasses.replace(
+        out,
+        features=jnp.take_along_axis(out.features, rows[..., None], axis=1),
+        cache=out.cache.with_layers(layers),
     )
