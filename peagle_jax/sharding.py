@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Format, Layout
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from peagle_jax.config import BlockConfig
@@ -21,6 +22,7 @@ from peagle_jax.mesh_shape import MeshShape
 DATA, FSDP = "data", "fsdp"
 # Axes that split single layers: each expert over `model`, a layer's experts over `expert`.
 MODEL, EXPERT = "model", "expert"
+TPU_LANES = 128
 # The rows of a batch are split over both axes.
 BATCH = PartitionSpec((DATA, FSDP))
 
@@ -172,6 +174,21 @@ def check_heads(block: BlockConfig, mesh: Mesh | AbstractMesh, rules: Rules) -> 
             raise InputError(
                 f"mesh: {axis}: found {parts}, expected a divisor of {count}, the model's {text}"
             )
+
+
+def table_place(
+    shape: Sequence[int], place: jax.sharding.Sharding
+) -> jax.sharding.Sharding | Format:
+    """Where a token table lies: on a TPU row by row, which a lookup reads.
+
+    Left to itself a TPU keeps a table by columns where that saves padding, as of gpt-oss's
+    (201,088 x 2,880), and XLA then copies all of it into rows for every lookup (docs/design.md).
+    """
+    devices: Any = place.device_set
+    on_tpu = any(device.platform == "tpu" for device in devices)
+    if not on_tpu or shape[-1] % TPU_LANES == 0:
+        return place
+    return Format(Layout(tuple(range(len(shape)))), place)
 
 
 def per_device(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:

@@ -38,6 +38,7 @@ from jax.sharding import SingleDeviceSharding
 from kernel_workloads import WORKLOADS, Workload, nbytes
 
 from pallas_kernels.chips import CHIPS, Chip
+from pallas_kernels.program_text import read_program
 from pallas_kernels.target import Implementation, Target, compile_for
 
 TPUS = {chip.name: kind for kind, chip in CHIPS.items() if chip.topology}
@@ -108,8 +109,8 @@ def check(workload: Workload, implementation: Implementation, kind: str, device:
     row.ratio = row.moved / row.floor
     row.temporary = memory.temp_size_in_bytes
     row.vmem = sum(map(int, re.findall(VMEM, text)))
-    cycles = sum(map(int, re.findall(r'"estimated_cycles":"(\d+)"', text)))
-    row.around_us = cycles / chip.clock_ghz / 1e3 if chip.clock_ghz else -1.0
+    around = read_program(text).compiled_us(chip)
+    row.around_us = -1.0 if around is None else around
     caches = [nbytes(tree) for tree in workload.shapes.values()]
     if implementation == "pallas_tpu" or not workload.own_kernel:
         if workload.own_kernel and "tpu_custom_call" not in text:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 import time
 from collections.abc import Callable
@@ -39,6 +38,7 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 from pallas_kernels.chips import CHIPS, Chip
+from pallas_kernels.program_text import read_program
 from pallas_kernels.target import Target, compile_for
 from peagle_jax.config import BlockConfig, DrafterConfig, Method, ModelConfig
 from peagle_jax.decoding.draft import Drafting
@@ -172,15 +172,12 @@ def report(name: str, batch: int, kind: str, device: Any, on: bool) -> str:
     with compile_for(target):
         program = jax.jit(function, donate_argnums=0).lower(*arguments).compile()
     seconds = time.monotonic() - began
-    text = program.as_text()
-    calls = [line for line in text.splitlines() if '"tpu_custom_call"' in line]
-    declared = sum(int(n) for line in calls for n in re.findall(r'"bytes_accessed":"(\d+)"', line))
-    cycles = sum(map(int, re.findall(r'"estimated_cycles":"(\d+)"', text)))
-    cells = f"{chip.name:6}{batch:6}  {name:15}{'kernels' if on else 'XLA':9}{len(calls):6}"
+    text = read_program(program.as_text())
+    cells = f"{chip.name:6}{batch:6}  {name:15}{'kernels' if on else 'XLA':9}{text.kernels:6}"
     temporary = program.memory_analysis().temp_size_in_bytes / 2**20
-    if name.startswith("step") or not chip.clock_ghz:
+    xla, pallas = text.compiled_us(chip), text.kernels_us(chip)
+    if name.startswith("step") or xla is None:
         return f"{cells}{'':36}{temporary:10.1f}{seconds:8.1f}s"
-    xla, pallas = cycles / chip.clock_ghz / 1e3, declared / chip.hbm_gb_s / 1e3
     floor = floor_us(name, batch, chip)
     cells += f"{xla:9.0f}{pallas:9.0f}{xla + pallas:9.0f}{floor:9.0f}"
     return f"{cells}{temporary:10.1f}{seconds:8.1f}s"

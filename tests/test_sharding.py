@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import unittest.mock
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from peagle_jax.decoding import placement
@@ -22,6 +23,7 @@ from peagle_jax.sharding import (
     partition_spec,
     partition_specs,
     per_device,
+    table_place,
 )
 from tests.decoding import tiny
 from tests.decoding.test_families import GPT_OSS
@@ -136,3 +138,16 @@ def test_rules_that_collide() -> None:
 
 def test_without_a_mesh_nothing_is_split() -> None:
     assert per_device(jnp.sin, P(), P()) is jnp.sin
+
+
+def test_token_tables_lie_by_rows_on_a_tpu() -> None:
+    """Where padding would make a TPU keep them by columns; elsewhere nothing is asked for."""
+    here = SingleDeviceSharding(jax.devices()[0])
+    assert table_place((201088, 2880), here) is here
+
+    place = unittest.mock.Mock(spec=SingleDeviceSharding)
+    place.device_set = {unittest.mock.Mock(platform="tpu")}
+    assert table_place((151936, 2048), place) is place
+    found: Any = table_place((201088, 2880), place)
+    assert found.layout.major_to_minor == (0, 1)
+    assert found.sharding is place

@@ -183,7 +183,9 @@ def _values(
         "fits": chosen.fits,
         "suggested": str(chosen.mesh),
         "meshes": [plan.to_json() for plan in plans],
-        "compiled": None if compiled is None else [one.to_json() for one in compiled],
+        "compiled": None
+        if compiled is None
+        else [one.to_json(chosen.job.topology.chip) for one in compiled],
         "by_batch": None if curves is None else [curve.to_json() for curve in curves],
     }
 
@@ -235,13 +237,20 @@ def _lines(
             f"need there is room for {chosen.pages_that_fit}; at most {chosen.most_slots} requests"
         )
     lines.append("tokens/s are upper bounds from published rates, no predictions")
-    lines += [program.line(chosen.hbm_bytes) for program in compiled or ()]
+    for program in compiled or ():
+        lines += program.lines(chosen.hbm_bytes, chip)
+    if compiled:
+        lines += _COMPILED_EXPLAINED
     return lines
 
 
 _EXPLAINED = (
     "GiB a device from the configurations (work is an estimate); most: requests that fit.",
     "Roofline of a step, every request at its longest, in ms: memory, products, sums of devices.",
+)
+_COMPILED_EXPLAINED = (
+    "Memory and time by the compiler are its own count and estimate; kernels and collectives, for",
+    "which it has none, are their bytes at published rates. Of a step's loop one turn counts.",
 )
 _HEAD = (
     f"{'mesh':<26}{'target':>8}{'drafter':>8}{'slots':>7}{'work':>7}{'pages':>8}{'all':>8}"

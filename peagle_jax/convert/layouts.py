@@ -21,6 +21,8 @@ from peagle_jax.convert.lazy_tensor import DraftToTarget, LazyTensor, MaskHidden
 
 Rules = tuple[tuple[str, str], ...]
 
+TOKEN_TABLE = "embed_tokens.embedding"  # the parameter, of a target and of a drafter
+
 # Canonical names from each layout's own: every rule is applied, in order.
 _HF_NAMES: Rules = ((r"\.mlp\.gate\.", ".mlp.router."),)  # Qwen3-MoE's; gpt-oss says router
 _GGUF_NAMES: Rules = (

@@ -1,4 +1,4 @@
-"""An engine's programs through the TPU compiler, without a TPU: how much memory they take.
+"""An engine's programs through the TPU compiler, without a TPU: memory, collectives, estimates.
 
 The compiler comes with the package libtpu. What is compiled is what a batch run compiles on the
 chip, kernels included; parameters and arrays are shapes alone.
@@ -18,7 +18,10 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
+from pallas_kernels.chips import Chip
+from pallas_kernels.program_text import ProgramText, read_program
 from pallas_kernels.target import Target, compile_for
+from peagle_jax.convert.layouts import TOKEN_TABLE
 from peagle_jax.decoding.generate import PREFILL_CHUNK
 from peagle_jax.decoding.placement import drafter_sharding, target_shardings
 from peagle_jax.errors import InputError
@@ -28,7 +31,7 @@ from peagle_jax.serving import device, programs
 from peagle_jax.serving.device import ChunkArrays, InsertionArrays
 from peagle_jax.serving.engine_protocol import EngineShape
 from peagle_jax.serving.scheduler import Policy
-from peagle_jax.sharding import make_inference_mesh
+from peagle_jax.sharding import make_inference_mesh, table_place
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +40,8 @@ class Compiled:
 
     in_place: results that take the place of arguments. beside: weights, pages and slots that
     the program does not take, and that lie in memory meanwhile: prefill needs no head, insertion
-    no page. refusal: the compiler's reason, "" where it fits.
+    no page. refusal: the compiler's reason, "" where it fits. text: what the program says of
+    itself; a step's loop over the steps of a visit counts once.
     """
 
     name: str
@@ -48,6 +52,7 @@ class Compiled:
     beside: int = 0
     seconds: float = 0.0
     refusal: str = ""
+    text: ProgramText | None = None
 
     @property
     def total(self) -> int:
@@ -55,20 +60,44 @@ class Compiled:
         new = self.results - self.in_place + self.temporaries
         return self.arguments + self.beside + new
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return dataclasses.asdict(self) | {"total": self.total}
+    def to_json(self, chip: Chip) -> dict[str, Any]:
+        """Plain values; times of a run of the program in milliseconds."""
+        values = dataclasses.asdict(self) | {"total": self.total}
+        if self.text is not None:
+            values |= {
+                "compiler_ms": _ms(self.text.compiled_us(chip)),
+                "kernels_ms": _ms(self.text.kernels_us(chip)),
+                "collectives_ms": _ms(self.text.sent_us(chip)),
+            }
+        return values
 
-    def line(self, available: int) -> str:
-        """A readable line."""
+    def lines(self, available: int, chip: Chip) -> list[str]:
+        """Readable lines: memory, and what the program is estimated to take."""
         head = f"compiled    {self.name:<8}"
         if self.refusal:
-            return f"{head} refused: {self.refusal}"
-        return (
+            return [f"{head} refused: {self.refusal}"]
+        memory = (
             f"{head} {self.total / GIB:.2f} of {available / GIB:.2f} GiB: arguments "
             f"{self.arguments / GIB:.2f}, temporaries {self.temporaries / GIB:.2f}, beside it "
             f"{self.beside / GIB:.2f}"
         )
+        if self.text is None:
+            return [memory]
+        text, own = self.text, _ms(self.text.compiled_us(chip))
+        sent = ", ".join(
+            f"{one.count} {kind} of {one.nbytes / 2**20:.2f} MiB"
+            for kind, one in text.collectives.items()
+        )
+        estimate = (
+            f"{'':21}{'no clock known' if own is None else f'{own:.2f} ms'} by the compiler, "
+            f"{text.kernels} kernels {text.kernels_us(chip) / 1e3:.2f} ms by their bytes, "
+            f"{sent or 'no collective'}"
+        )
+        return [memory, estimate + (f", {text.sent_us(chip) / 1e3:.2f} ms" if sent else "")]
+
+
+def _ms(microseconds: float | None) -> float | None:
+    return None if microseconds is None else microseconds / 1e3
 
 
 def compile_programs(plan: MeshPlan) -> list[Compiled]:
@@ -117,7 +146,7 @@ def _has_compiler() -> bool:
 
 def _compile(name: str, lowered: Any) -> Compiled:
     try:
-        memory = lowered.compile().memory_analysis()
+        program = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -125,8 +154,10 @@ def _compile(name: str, lowered: Any) -> Compiled:
         needed = re.search(r"temporaries \(([\d.]+)([MGT])\)", said)
         size = float(needed[1]) * 2 ** {"M": 20, "G": 30, "T": 40}[needed[2]] if needed else 0
         return Compiled(name, temporaries=int(size), refusal=" ".join(said.split())[:200])
+    memory = program.memory_analysis()
     return Compiled(
         name,
+        text=read_program(program.as_text()),
         arguments=memory.argument_size_in_bytes,
         results=memory.output_size_in_bytes,
         in_place=memory.alias_size_in_bytes,
@@ -171,8 +202,9 @@ def _programs(
 
 
 def _placed(abstract: Any, shardings: Any) -> Any:
-    return jax.tree.map(
-        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-        abstract,
-        shardings,
-    )
+    def place(path: Any, leaf: Any, where: Any) -> Any:
+        name = ".".join(key.key for key in path)
+        at = table_place(leaf.shape, where) if name.endswith(TOKEN_TABLE) else where
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at)
+
+    return jax.tree.map_with_path(place, abstract, shardings)

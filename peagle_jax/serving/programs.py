@@ -62,10 +62,8 @@ def lower(function: Callable[..., Any], mesh: Mesh | None, args: Any, **static: 
     if mesh is None:
         return jax.jit(run, donate_argnums=donated).lower(*args)
     kinds = _placed(mesh)
-    inputs = [
-        jax.tree.map(lambda leaf: leaf.sharding, value) if kind == "params" else kinds[kind]
-        for kind, value in zip(given, args, strict=True)
-    ]
+    # Parameters are taken as they lie: where, and in which layout.
+    inputs = tuple(None if kind == "params" else kinds[kind] for kind in given)
     spread = jax.shard_map(
         run,
         mesh=mesh,
@@ -77,7 +75,7 @@ def lower(function: Callable[..., Any], mesh: Mesh | None, args: Any, **static: 
     return jax.jit(
         spread,
         donate_argnums=donated,
-        in_shardings=tuple(inputs),
+        in_shardings=inputs,
         out_shardings=tuple(kinds[kind] for kind in results),
     ).lower(*args)
 

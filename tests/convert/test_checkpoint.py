@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from peagle_jax.convert import layouts
@@ -64,6 +65,22 @@ def test_target_equals_transformers(tmp_path: Path, case: str) -> None:
         name = layouts.tensor_name(path, layouts.TARGET_PATHS)
         assert np.array_equal(np.asarray(value), state.pop(name)), path
     assert set(state) <= ({"lm_head.weight"} if config.tie_embeddings else set())
+
+
+def test_a_token_table_lies_as_its_place_says(tmp_path: Path, monkeypatch: Any) -> None:
+    """By columns here, as no CPU asks for it; a compiled program takes it as it lies."""
+    by_columns = Layout((1, 0))
+    monkeypatch.setattr(
+        "peagle_jax.convert.checkpoint.table_place", lambda shape, place: Format(by_columns, place)
+    )
+    state = save_with_transformers(tmp_path, "llama")
+    _, params = load_target(tmp_path)
+    table: Any = params["embed_tokens"]["embedding"]
+    assert table.format.layout.major_to_minor == (1, 0)
+    assert params["lm_head"]["kernel"].format.layout.major_to_minor == (0, 1)
+    taken: Any = jax.jit(lambda table: table[3]).lower(table).compile()
+    assert taken.input_formats[0][0].layout.major_to_minor == (1, 0)
+    np.testing.assert_array_equal(taken(table), state["model.embed_tokens.weight"][3])
 
 
 def test_sharded_target(tmp_path: Path) -> None:
