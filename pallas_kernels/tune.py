@@ -3,8 +3,9 @@
     python -m pallas_kernels.tune [--output FILE] [--quick]
 
 Verification attention at decode, verify and prefill sizes, head_dim 64 and 128, float32 and
-bfloat16; sampling and rejection; packed experts with few and many rows. A size's entry is the
-tiling with the least total time over two calls, of batch 1 and 8.
+bfloat16; sampling and rejection; packed experts with few and many rows; training attention with
+its gradient. A size's entry is the tiling with the least total time over two calls, of batch 1 and
+8, or of a short and a long text.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import tuned
+from pallas_kernels.cod_attention import cod_attention
+from pallas_kernels.cod_attention import shapes as training_shapes
 from pallas_kernels.mxfp4_matmul import BLOCK, mxfp4_matmul
 from pallas_kernels.mxfp4_matmul import shapes as packed_shapes
 from pallas_kernels.target import NATIVE, current_target
@@ -35,6 +38,8 @@ CONTEXT, HEADS, KV_HEADS = 8192, 32, 8
 ROWS: Mapping[str, int] = {"decode": 1, "verify": 8, "prefill": 64}
 SAMPLED_ROWS, VOCAB = 8, 128256
 EXPERTS, EXPERT_WIDTH = 32, 2880  # of gpt-oss-20b
+TEXTS, DEPTHS = (2048, 8192), 8  # tokens, and rows of each at half as many anchors
+TRAINED_HEADS, TRAINED_KV_HEADS = 64, 8  # of the released drafters for gpt-oss
 Fields = Mapping[str, tuple[int, ...]]
 ATTENTION: Mapping[str, Fields] = {
     "gpu": {"slots": (32, 64, 128), "warps": (4, 8), "stages": (2, 3, 4)},
@@ -47,6 +52,10 @@ SAMPLING: Mapping[str, Fields] = {
 PACKED: Mapping[str, Fields] = {
     "gpu": {"rows": (16, 32, 64), "outputs": (64, 128), "warps": (4, 8), "stages": (2, 3, 4)},
     "tpu": {"rows": (16, 32, 64, 128), "outputs": (512, 1024, 1536)},
+}
+TRAINING: Mapping[str, Fields] = {
+    "gpu": {"rows": (32, 64, 128), "keys": (32, 64), "warps": (4, 8), "stages": (2, 3)},
+    "tpu": {"columns": (1024, 2048), "scores": (1 << 17, 1 << 18, 1 << 19)},
 }
 
 
@@ -183,6 +192,43 @@ def packed(rows: int) -> Size:
     return Size(problem(rows).key, PACKED, lambda: [call(total) for total in (rows, 8 * rows)])
 
 
+def training(dim: int, dtype: Any) -> Size:
+    """Training attention with its gradient, K = 8, every second position an anchor."""
+    target, name = current_target(), jnp.dtype(dtype).name
+    one = training_shapes.Problem(TRAINED_HEADS // TRAINED_KV_HEADS, dim, name)
+
+    def gradient(q: Any, keys: Any, values: Any, own: Any, **others: Any) -> Any:
+        def total(q: Any, keys: Any, values: Any, own: Any) -> jax.Array:
+            out, weights = cod_attention(q=q, keys=keys, values=values, own=own, **others)
+            return jnp.sum(out.astype(jnp.float32)) + jnp.sum(weights)
+
+        return jax.grad(total, (0, 1, 2, 3))(q, keys, values, own)
+
+    def call(length: int) -> Call:
+        half = jnp.arange(0, length, 2)
+        anchor = jnp.concatenate([jnp.arange(length), *[half] * (DEPTHS - 1)])
+        depth = jnp.concatenate(
+            [jnp.zeros(length, jnp.int32), jnp.repeat(jnp.arange(1, DEPTHS), len(half))]
+        )
+        keys = jax.random.split(jax.random.key(0), 3)
+        cache = (1, TRAINED_KV_HEADS, length, dim)
+        per_key = TRAINED_HEADS // TRAINED_KV_HEADS
+        arrays = {
+            "q": jax.random.normal(keys[0], (1, len(anchor), TRAINED_HEADS, dim), dtype),
+            "keys": jax.random.normal(keys[1], cache, dtype),
+            "values": jax.random.normal(keys[2], cache, dtype),
+            "own": jnp.zeros((1, len(anchor), TRAINED_KV_HEADS, per_key, DEPTHS - 1)),
+            "anchor": anchor[None],
+            "depth": depth.astype(jnp.int32),
+            "documents": jnp.zeros((1, length), jnp.int32),
+        }
+        return Call(
+            gradient, arrays, lambda fields: training_shapes.blocks_with(one, target, fields)
+        )
+
+    return Size(one.key, TRAINING, lambda: [call(length) for length in TEXTS])
+
+
 def sizes() -> Iterator[Size]:
     """Everything that has an entry."""
     for rows, dim, dtype in itertools.product(
@@ -191,6 +237,8 @@ def sizes() -> Iterator[Size]:
         yield attention(rows, dim, dtype)
     yield from map(sampling, (False, True))
     yield from map(packed, (EXPERTS, EXPERTS * 32))
+    for dim, dtype in itertools.product(training_shapes.HEAD_DIMS, (jnp.bfloat16, jnp.float32)):
+        yield training(dim, dtype)
 
 
 def best(size: Size, quick: bool) -> dict[str, int]:

@@ -22,7 +22,6 @@ from peagle_jax.mesh_shape import MeshShape
 DATA, FSDP = "data", "fsdp"
 # Axes that split single layers: each expert over `model`, a layer's experts over `expert`.
 MODEL, EXPERT = "model", "expert"
-TPU_LANES = 128
 # The rows of a batch are split over both axes.
 BATCH = PartitionSpec((DATA, FSDP))
 
@@ -176,19 +175,16 @@ def check_heads(block: BlockConfig, mesh: Mesh | AbstractMesh, rules: Rules) -> 
             )
 
 
-def table_place(
-    shape: Sequence[int], place: jax.sharding.Sharding
-) -> jax.sharding.Sharding | Format:
-    """Where a token table lies: on a TPU row by row, which a lookup reads.
+def by_rows(ndim: int, place: Any) -> Any:
+    """The place of an array that is read by rows: on a TPU its sharding with a layout too.
 
-    Left to itself a TPU keeps a table by columns where that saves padding, as of gpt-oss's
-    (201,088 x 2,880), and XLA then copies all of it into rows for every lookup (docs/design.md).
+    Left to itself a TPU lays an array out along whichever dimension wastes the least padding, and
+    XLA copies it where an operation wants another (docs/design.md).
     """
     devices: Any = place.device_set
-    on_tpu = any(device.platform == "tpu" for device in devices)
-    if not on_tpu or shape[-1] % TPU_LANES == 0:
+    if all(device.platform != "tpu" for device in devices):
         return place
-    return Format(Layout(tuple(range(len(shape)))), place)
+    return Format(Layout(tuple(range(ndim))), place)
 
 
 def per_device(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:

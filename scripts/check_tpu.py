@@ -40,6 +40,7 @@ from kernel_workloads import WORKLOADS, Workload, nbytes
 from pallas_kernels.chips import CHIPS, Chip
 from pallas_kernels.program_text import read_program
 from pallas_kernels.target import Implementation, Target, compile_for
+from peagle_jax.sharding import by_rows
 
 TPUS = {chip.name: kind for kind, chip in CHIPS.items() if chip.topology}
 
@@ -75,10 +76,12 @@ class Row:
 def compiled(workload: Workload, implementation: Implementation, kind: str, device: Any) -> Any:
     """The executable of a workload for one device of a topology."""
     place = SingleDeviceSharding(device)
-    shapes = jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place),
-        dict(workload.shapes),
-    )
+
+    def spec(path: Any, shape: Any) -> Any:
+        at = by_rows(shape.ndim, place) if path[0].key in workload.by_rows else place
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=at)
+
+    shapes = jax.tree.map_with_path(spec, dict(workload.shapes))
     given = {name: shapes.pop(name) for name in workload.donated}
 
     def run(given: Any, others: Any) -> Any:

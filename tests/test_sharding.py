@@ -18,12 +18,12 @@ from peagle_jax.mesh_shape import MeshShape
 from peagle_jax.models import decoder
 from peagle_jax.sharding import (
     TENSOR_RULES,
+    by_rows,
     check_heads,
     make_inference_mesh,
     partition_spec,
     partition_specs,
     per_device,
-    table_place,
 )
 from tests.decoding import tiny
 from tests.decoding.test_families import GPT_OSS
@@ -140,14 +140,11 @@ def test_without_a_mesh_nothing_is_split() -> None:
     assert per_device(jnp.sin, P(), P()) is jnp.sin
 
 
-def test_token_tables_lie_by_rows_on_a_tpu() -> None:
-    """Where padding would make a TPU keep them by columns; elsewhere nothing is asked for."""
+def test_by_rows_is_a_layout_on_a_tpu_alone() -> None:
     here = SingleDeviceSharding(jax.devices()[0])
-    assert table_place((201088, 2880), here) is here
-
+    assert by_rows(2, here) is here
     place = unittest.mock.Mock(spec=SingleDeviceSharding)
     place.device_set = {unittest.mock.Mock(platform="tpu")}
-    assert table_place((151936, 2048), place) is place
-    found: Any = table_place((201088, 2880), place)
-    assert found.layout.major_to_minor == (0, 1)
+    found: Any = by_rows(3, place)
+    assert found.layout.major_to_minor == (0, 1, 2)
     assert found.sharding is place

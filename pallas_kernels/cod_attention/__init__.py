@@ -49,7 +49,7 @@ def cod_attention(
       query_block: rows whose scores exist at once in the reference; None chooses.
       implementation: None picks by platform (see `pallas_kernels.target`); an explicit choice
         never falls back.
-      blocks: tiling of the chosen kernel; None takes the heuristic one.
+      blocks: tiling of the chosen kernel; None takes the tuned or the heuristic one.
 
     Returns:
       The part of the output that the keys of depth 0 give, in q's dtype, and the weights of
@@ -71,7 +71,8 @@ def cod_attention(
         )
     target = current_target()
     if blocks is None:
-        blocks = shapes.heuristic_blocks(target, heads // keys.shape[1], q.dtype.name)
+        problem = shapes.Problem(heads // keys.shape[1], dim, q.dtype.name)
+        blocks = shapes.blocks(problem, target)
     backend: ModuleType = tpu if chosen == "pallas_tpu" else gpu
     kernels = Kernels(backend.forward, backend.backward, blocks, target)
     spans = visible_spans(anchor, jnp.asarray(depth), documents, window)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from pallas_kernels import tuned
 from pallas_kernels.target import Target
 
 HEAD_DIMS = (64, 128)
@@ -54,9 +57,34 @@ def limit(dim: int, q_dtype: str, keys_dtype: str, values_dtype: str) -> str | N
     return None
 
 
-def heuristic_blocks(target: Target, group: int, dtype: str) -> TpuBlocks | GpuBlocks:
-    """The tiling of a target's own kernels for `group` query heads a key head."""
+@dataclass(frozen=True)
+class Problem:
+    """The sizes that a tiling is chosen for: query heads a key head, head_dim, the dtype."""
+
+    group: int
+    dim: int
+    dtype: str
+
+    @property
+    def key(self) -> str:
+        """Its entry in the table of tuned sizes."""
+        return f"cod_attention/d{self.dim}/{self.dtype}"
+
+
+def blocks(problem: Problem, target: Target) -> TpuBlocks | GpuBlocks:
+    """The tiling of a target's own kernels: tuned fields where the table has them."""
+    return blocks_with(problem, target, tuned.lookup(target.device_kind, problem.key))
+
+
+def blocks_with(
+    problem: Problem, target: Target, fields: Mapping[str, Any]
+) -> TpuBlocks | GpuBlocks:
+    """The heuristic tiling, `fields` of the table in place of its own. On a TPU the table has
+    `columns`, rows times heads of a group, from which the rows follow."""
     if target.platform == "gpu":
-        return GpuBlocks(64, 64) if dtype == "bfloat16" else GpuBlocks(32, 32)
-    rows = max(128, COLUMNS // group // 128 * 128)
-    return TpuBlocks(rows, max(128, SCORES[dtype] // (rows * group) // 128 * 128))
+        size = 64 if problem.dtype == "bfloat16" else 32
+        return GpuBlocks(**{"rows": size, "keys": size, **fields})
+    columns = fields.get("columns", COLUMNS)
+    rows = max(128, columns // problem.group // 128 * 128)
+    scores = fields.get("scores", SCORES[problem.dtype])
+    return TpuBlocks(rows, max(128, scores // (rows * problem.group) // 128 * 128))

@@ -50,6 +50,7 @@ def mxfp4_matmul(
     count = table.expert.shape[0]
     if not target.interpret:  # the compiler would first bring idle experts into VMEM too
         packed = pltpu.with_memory_space_constraint(packed, pltpu.HBM)
+        scales = pltpu.with_memory_space_constraint(scales, pltpu.HBM)
     columns = min(blocks.outputs, -(-outputs // LANES) * LANES)
 
     def of_expert(height: int) -> pl.BlockSpec:

@@ -7,6 +7,7 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,11 +22,28 @@ from peagle_jax.decoding import sampling
 from peagle_jax.decoding.sampling import RequestArrays
 from peagle_jax.decoding.speculate import Speculator
 from peagle_jax.decoding.state import DecodeState, Params
+from peagle_jax.errors import InputError
 from peagle_jax.metrics import GenerationStats
 from peagle_jax.runner import Pair
 
+# Linux gives a process so many memory maps; XLA's CPU compiler takes hundreds for a program of many
+# layers, and ends the process where there is none left.
+_MAPS, _MOST_MAPS = Path("/proc/self/maps"), Path("/proc/sys/vm/max_map_count")
+_MAPS_SHARE = 0.8
 # Calls of a part whose median counts.
 PART_CALLS = 15
+
+
+def check_memory_maps(case: str) -> None:
+    """Raises InputError where most of this process's memory maps are taken."""
+    if not (_MAPS.exists() and _MOST_MAPS.exists()):
+        return
+    taken, most = _MAPS.read_bytes().count(b"\n"), int(_MOST_MAPS.read_text())
+    if taken > _MAPS_SHARE * most:
+        raise InputError(
+            f"bench: found {taken} of a process's {most} memory maps taken before {case}, expected "
+            "room for its programs: ask for fewer cases, or for prompts of fewer sizes"
+        )
 
 
 class OwnEngine:
@@ -37,7 +55,9 @@ class OwnEngine:
 
     def prepare(self, case: Case) -> float:
         """Compiles what the case needs and decodes one batch of each size as a warm-up; the
-        seconds that compiling took."""
+        seconds that compiling took. Raises InputError where the process has no room for more
+        programs."""
+        check_memory_maps(case.name)
         pair, speculator = self._speculator(case)
         seconds, seen = 0.0, set()
         for batch in make_batches(self._requests, case.batch):

@@ -17,7 +17,7 @@ from peagle_jax.convert.inspection import Inspection, inspect
 from peagle_jax.convert.lazy_tensor import LazyTensor
 from peagle_jax.convert.opening import Checkpoint, open_checkpoint
 from peagle_jax.convert.weight_forms import in_form
-from peagle_jax.sharding import table_place
+from peagle_jax.sharding import by_rows
 
 __all__ = ["Inspection", "convert", "inspect", "load_drafter", "load_target"]
 
@@ -94,7 +94,7 @@ def to_device(opened: Checkpoint, sharding: Shardings | None = None) -> Params:
             array = jax.device_put(tensor.part())
         else:
             array = jax.make_array_from_callback(tensor.shape, placed[path], _read_once(tensor))
-        return _as_table(array) if path.endswith(layouts.TOKEN_TABLE) else array
+        return _by_rows(array) if path.endswith(layouts.BY_ROWS) else array
 
     # Dequantising and first-touch page faults are the cost: both go on beside each other.
     with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
@@ -102,12 +102,12 @@ def to_device(opened: Checkpoint, sharding: Shardings | None = None) -> Params:
         return layouts.unflatten(dict(zip(opened.tensors, arrays, strict=True)))
 
 
-def _as_table(table: jax.Array) -> jax.Array:
-    place = table_place(table.shape, table.sharding)
-    if place is table.sharding:
-        return table
+def _by_rows(array: jax.Array) -> jax.Array:
+    place = by_rows(array.ndim, array.sharding)
+    if place is array.sharding:
+        return array
     # Over the devices of several processes too, which `device_put` does not reach.
-    return jax.jit(lambda x: x, out_shardings=place, donate_argnums=0)(table)
+    return jax.jit(lambda x: x, out_shardings=place, donate_argnums=0)(array)
 
 
 def abstract_tree(opened: Checkpoint) -> Params:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from peagle_jax.config import ModelConfig
 from peagle_jax.convert.differences import hold_to_release
 from peagle_jax.convert.export import write_huggingface
-from peagle_jax.convert.folders import Journal, atomic_folder, check_space, resumable_folder
+from peagle_jax.convert.folders import Journal, check_space, resumable_folder
 from peagle_jax.convert.manifest import config_to_json, describe_file
 from peagle_jax.convert.opening import Checkpoint, open_checkpoint, open_config
 from peagle_jax.convert.sources import tokenizer_files
@@ -38,16 +38,17 @@ def convert(
     """Converts a target or drafter, and gives the folder written.
 
     A piece or two of one tensor are in memory at a time. `out` appears under its name when it
-    is whole. An Orbax conversion that was stopped is gone on with by the next call of the
-    same kind: what it has written is kept beside `out`, in .OUT.partial, until then.
+    is whole. A conversion that was stopped is gone on with by the next call of the same kind:
+    what it has written, tensors for Orbax and whole files for vLLM, is kept beside `out`, in
+    .OUT.partial, until then.
 
     Args:
         source: as for `load_target` and `load_drafter`.
         out: the folder to make.
         target: a drafter's target, to check against; only its configuration is read.
         dtype: of the tensors written; None = the checkpoint's own.
-        to: "orbax"; or "vllm", config.json and model.safetensors: a drafter in the layout
-            that vLLM loads, a target in Hugging Face's.
+        to: "orbax"; or "vllm", config.json and safetensors, in files of 4 GiB: a drafter in
+            the layout that vLLM loads, a target in Hugging Face's.
         overwrite: replaces a folder that is there and not empty.
         aux_layer_shift: as for `load_drafter`.
         progress: called with (what was just done, bytes done, bytes in all): tensors
@@ -72,18 +73,22 @@ def convert(
         hold_to_release(opened.release, opened.reader, source)
     max_positions = _max_positions(opened, target_config)
     meter = _Meter(opened, progress)
-    if to == "vllm":
-        check_space(folder, meter.num_bytes)
-        with atomic_folder(folder) as partial:
-            write_huggingface(partial, opened, max_positions, meter.advance)
-            _copy_tokenizer(opened, partial)
-        return folder
-    with resumable_folder(folder, _plan(opened, max_positions)) as journal:
-        done = sum(t.nbytes for path, t in opened.tensors.items() if path in journal.done)
-        check_space(folder, meter.num_bytes - done)
-        _write_orbax(journal, opened, max_positions, meter)
+    plan = _plan(opened, max_positions, to)
+    with resumable_folder(folder, plan) as journal:
+        check_space(folder, meter.num_bytes - _bytes_done(journal, opened, to))
+        if to == "vllm":
+            write_huggingface(journal.folder, opened, max_positions, meter.advance, journal)
+        else:
+            _write_orbax(journal, opened, max_positions, meter)
         _copy_tokenizer(opened, journal.folder)
     return folder
+
+
+def _bytes_done(journal: Journal, opened: Checkpoint, to: Format) -> int:
+    """What is on the disk already: whole files for vLLM, whole tensors for Orbax."""
+    if to == "vllm":
+        return sum(journal.done.values())
+    return sum(tensor.nbytes for path, tensor in opened.tensors.items() if path in journal.done)
 
 
 class _Meter:
@@ -121,10 +126,11 @@ def _write_orbax(journal: Journal, opened: Checkpoint, max_positions: int, meter
     orbax_file.write_manifest(journal.folder, _manifest(opened, max_positions, described))
 
 
-def _plan(opened: Checkpoint, max_positions: int) -> dict[str, Any]:
+def _plan(opened: Checkpoint, max_positions: int, to: Format) -> dict[str, Any]:
     """What must not have changed for a conversion to be gone on with."""
     files = [(str(path), path.stat()) for path in opened.reader.files]
     return {
+        "to": to,
         "manifest": _manifest(opened, max_positions, []),
         "files": [(path, stat.st_size, stat.st_mtime_ns) for path, stat in files],
     }

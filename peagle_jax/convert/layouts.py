@@ -21,7 +21,9 @@ from peagle_jax.convert.lazy_tensor import DraftToTarget, LazyTensor, MaskHidden
 
 Rules = tuple[tuple[str, str], ...]
 
-TOKEN_TABLE = "embed_tokens.embedding"  # the parameter, of a target and of a drafter
+# Endings of parameters that lie by rows on a TPU: token tables are gathered from, row by row, and
+# a kernel takes the parts of packed experts.
+BY_ROWS = ("embed_tokens.embedding", ".kernel.packed", ".kernel.scales")
 
 # Canonical names from each layout's own: every rule is applied, in order.
 _HF_NAMES: Rules = ((r"\.mlp\.gate\.", ".mlp.router."),)  # Qwen3-MoE's; gpt-oss says router

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import struct
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -144,8 +145,34 @@ class Output:
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
 
+def in_shards(outputs: Mapping[str, Output], limit: int) -> dict[str, dict[str, Output]]:
+    """Outputs by file, in order: model.safetensors, or several of at most `limit` bytes, or of
+    one tensor, called as transformers calls them."""
+    shards: list[dict[str, Output]] = [{}]
+    size = 0
+    for name, output in outputs.items():
+        if shards[-1] and size + output.nbytes > limit:
+            shards.append({})
+            size = 0
+        shards[-1][name] = output
+        size += output.nbytes
+    if len(shards) == 1:
+        return {"model.safetensors": shards[0]}
+    count = len(shards)
+    return {f"model-{i + 1:05}-of-{count:05}.safetensors": one for i, one in enumerate(shards)}
+
+
+def write_index(path: Path, shards: Mapping[str, Mapping[str, Output]]) -> None:
+    """Which file has which tensor, as transformers and vLLM read it."""
+    total = sum(output.nbytes for shard in shards.values() for output in shard.values())
+    where = {name: file for file, shard in shards.items() for name in shard}
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+    path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
 def write_safetensors(path: Path, outputs: Mapping[str, Output]) -> None:
-    """Writes a safetensors file, one chunk of one tensor in memory at a time.
+    """Writes a safetensors file, one chunk of one tensor in memory at a time; it is on the disk
+    when this returns.
 
     The library writes tensors that are all in memory. The order is the library's, widest
     dtype first and then by name, so that the same tensors give the same bytes.
@@ -170,3 +197,5 @@ def write_safetensors(path: Path, outputs: Mapping[str, Output]) -> None:
         for name in order:
             for chunk in outputs[name].chunks:
                 file.write(np.ascontiguousarray(chunk).tobytes())
+        file.flush()
+        os.fsync(file.fileno())

@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from pallas_kernels.chips import Chip
 from pallas_kernels.program_text import ProgramText, read_program
 from pallas_kernels.target import Target, compile_for
-from peagle_jax.convert.layouts import TOKEN_TABLE
+from peagle_jax.convert.layouts import BY_ROWS
 from peagle_jax.decoding.generate import PREFILL_CHUNK
 from peagle_jax.decoding.placement import drafter_sharding, target_shardings
 from peagle_jax.errors import InputError
@@ -31,7 +31,7 @@ from peagle_jax.serving import device, programs
 from peagle_jax.serving.device import ChunkArrays, InsertionArrays
 from peagle_jax.serving.engine_protocol import EngineShape
 from peagle_jax.serving.scheduler import Policy
-from peagle_jax.sharding import make_inference_mesh, table_place
+from peagle_jax.sharding import by_rows, make_inference_mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,7 +204,7 @@ def _programs(
 def _placed(abstract: Any, shardings: Any) -> Any:
     def place(path: Any, leaf: Any, where: Any) -> Any:
         name = ".".join(key.key for key in path)
-        at = table_place(leaf.shape, where) if name.endswith(TOKEN_TABLE) else where
+        at = by_rows(leaf.ndim, where) if name.endswith(BY_ROWS) else where
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at)
 
     return jax.tree.map_with_path(place, abstract, shardings)

@@ -67,11 +67,11 @@ def test_target_equals_transformers(tmp_path: Path, case: str) -> None:
     assert set(state) <= ({"lm_head.weight"} if config.tie_embeddings else set())
 
 
-def test_a_token_table_lies_as_its_place_says(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_token_table_lies_as_by_rows_says(tmp_path: Path, monkeypatch: Any) -> None:
     """By columns here, as no CPU asks for it; a compiled program takes it as it lies."""
     by_columns = Layout((1, 0))
     monkeypatch.setattr(
-        "peagle_jax.convert.checkpoint.table_place", lambda shape, place: Format(by_columns, place)
+        "peagle_jax.convert.checkpoint.by_rows", lambda ndim, place: Format(by_columns, place)
     )
     state = save_with_transformers(tmp_path, "llama")
     _, params = load_target(tmp_path)

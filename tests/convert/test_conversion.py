@@ -179,13 +179,40 @@ class Stopped:
         monkeypatch.setattr(LazyTensor, "rows", rows)
 
 
-def test_interrupted_conversion_to_vllm_leaves_nothing(
+def test_stopped_conversion_to_vllm_is_gone_on_with(
     drafter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Stopped(monkeypatch, "norm", KeyboardInterrupt())
+    """In files of few tensors, as a large checkpoint is; those that are whole stay."""
+    monkeypatch.setattr("peagle_jax.convert.export.SHARD_BYTES", 6_000)
+    whole = convert(drafter, tmp_path / "whole", target=TARGET, to="vllm")
+    files = sorted(path.name for path in whole.glob("*.safetensors"))
+    assert len(files) > 2
+    assert files[0] == f"model-00001-of-{len(files):05}.safetensors"
+    first = Stopped(monkeypatch, "layers.1.mlp.up", KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         convert(drafter, tmp_path / "out", target=TARGET, to="vllm")
-    assert [path.name for path in tmp_path.iterdir()] == ["drafter"]
+    partial = tmp_path / ".out.partial"
+    done = json.loads("".join((partial / "journal.jsonl").read_text().splitlines()[1:2]))
+    assert set(done) == {files[0]}
+    monkeypatch.undo()
+    monkeypatch.setattr("peagle_jax.convert.export.SHARD_BYTES", 6_000)
+    second = Stopped(monkeypatch, "no such tensor", KeyboardInterrupt())
+    steps: list[tuple[int, int]] = []
+    out = convert(
+        drafter,
+        tmp_path / "out",
+        target=TARGET,
+        to="vllm",
+        progress=lambda what, done, total: steps.append((done, total)),
+    )
+    kept = set(load_file(whole / files[0]))
+    assert kept & set(first.read)
+    assert not kept & set(second.read)
+    assert steps[-1][0] == steps[-1][1]
+    assert {path.name for path in out.iterdir()} == {path.name for path in whole.iterdir()}
+    for path in out.iterdir():
+        assert path.read_bytes() == (whole / path.name).read_bytes(), path.name
+    assert_same(load_drafter(drafter, TARGET), load_drafter(out))
 
 
 def test_stopped_conversion_is_gone_on_with(

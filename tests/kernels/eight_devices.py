@@ -16,12 +16,14 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.cache_write import write_cache, write_cache_paged
 from pallas_kernels.cod_attention import cod_attention
+from pallas_kernels.mxfp4_matmul import mxfp4_matmul
 from pallas_kernels.target import NATIVE, Target, compile_for
 from pallas_kernels.verify_attention import verify_attention, verify_attention_paged
+from pallas_kernels.verify_sample import Filters, sample_tokens
 
-# Axis of the heads of each argument.
+# Axis of the heads, or outputs, of each argument.
 HEADS = {"q": 2, "new_keys": 2, "new_values": 2, "keys": 1, "values": 1, "sinks": 0}
-HEADS |= {"key_pages": 1, "value_pages": 1, "own": 2}
+HEADS |= {"key_pages": 1, "value_pages": 1, "own": 2, "packed": 2, "scales": 2}
 
 
 def spec(name: str) -> P:
@@ -75,6 +77,19 @@ def main() -> None:
         "documents": jnp.tile(jnp.arange(capacity) // 20, (batch, 1)),
     }
     check(cod_attention, training | cache, (heads, spec("own")))
+    experts, width, outputs = 3, 64, 8 * 128
+    product = {
+        "x": normal(7, width),
+        "sizes": jnp.asarray([4, 0, 3], jnp.int32),
+        "packed": jnp.asarray(rng.integers(0, 256, (experts, width // 2, outputs)), jnp.uint8),
+        "scales": jnp.asarray(rng.integers(120, 130, (experts, width // 32, outputs)), jnp.uint8),
+    }
+    check(mxfp4_matmul, product, P(None, "model"))
+    # Whole on every device, as a step has them: each device draws what one device draws.
+    words = jax.random.key_data(jax.random.split(jax.random.key(0), (batch, rows)))
+    filters = Filters(*(jnp.full((batch,), value) for value in (0.8, 20, 0.9, 0.01)))
+    drawn = {"logits": 3 * normal(batch, rows, 300), "filters": filters, "keys": words}
+    check(sample_tokens, drawn, P())
     print("equal")  # noqa: T201  # what the parent looks for
 
 

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from pallas_kernels.cod_attention import MASKED, GpuBlocks, TpuBlocks, cod_attention, visible
+from pallas_kernels.cod_attention import shapes as cod_shapes
 from pallas_kernels.cod_attention.predicate import visible_spans
-from pallas_kernels.cod_attention.shapes import heuristic_blocks
 from pallas_kernels.cod_attention.tiles import (
     by_head,
     by_row,
@@ -232,7 +232,7 @@ def test_blocks_that_are_left_out_hold_nothing_that_is_seen(window):
 )
 def test_the_share_of_a_long_row_that_is_skipped(documents, window, least, most):
     """Depth 0 of 20,480 tokens under the tiling of a released drafter's heads."""
-    blocks = heuristic_blocks(Target("tpu"), 8, "bfloat16")
+    blocks = cod_shapes.blocks(cod_shapes.Problem(8, 64, "bfloat16"), Target("tpu"))
     at = jnp.arange(20480)[None]
     row = jnp.asarray(packed([documents], 20480))
     spans = visible_spans(at, jnp.zeros(20480, jnp.int32), row, window)

@@ -9,6 +9,10 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import tune, tuned
+from pallas_kernels.cod_attention.shapes import GpuBlocks as TrainingBlocks
+from pallas_kernels.cod_attention.shapes import Problem as TrainingProblem
+from pallas_kernels.cod_attention.shapes import TpuBlocks as TrainingTpuBlocks
+from pallas_kernels.cod_attention.shapes import blocks as training_blocks
 from pallas_kernels.mxfp4_matmul import Blocks as PackedBlocks
 from pallas_kernels.target import Target, compile_for
 from pallas_kernels.verify_attention import GpuBlocks, shapes
@@ -21,6 +25,7 @@ OTHERS = (
     ("verify_sample", "reject"),
     ("mxfp4_matmul", "few/bfloat16"),
     ("mxfp4_matmul", "many/bfloat16"),
+    *[("cod_attention", f"d{d}/{t}") for d in (64, 128) for t in ("float32", "bfloat16")],
 )
 
 
@@ -31,6 +36,14 @@ def test_an_entry_replaces_the_fields_that_it_holds(monkeypatch):
     assert plain == GpuBlocks(rows=32, slots=64, splits=4)
     found = shapes.blocks(PROBLEM, Target("gpu", "NVIDIA H200"))
     assert found == GpuBlocks(rows=32, slots=128, splits=4, warps=8)
+
+
+def test_training_attention_takes_its_entry(monkeypatch):
+    entry = {"cod_attention/d64/bfloat16": {"columns": 2048, "scores": 1 << 18}}
+    monkeypatch.setattr(tuned, "table", lambda: {"TPU v5": entry})
+    problem = TrainingProblem(8, 64, "bfloat16")
+    assert training_blocks(problem, Target("tpu", "TPU7x")) == TrainingTpuBlocks(128, 512)
+    assert training_blocks(problem, Target("tpu", "TPU v5")) == TrainingTpuBlocks(256, 128)
 
 
 @pytest.mark.parametrize(("rows", "phase"), [(1, "decode"), (9, "verify"), (64, "prefill")])
@@ -62,10 +75,13 @@ def test_tuning_writes_the_fastest(monkeypatch, tmp_path):
     monkeypatch.setattr(tune, "CONTEXT", 64)
     monkeypatch.setattr(tune, "VOCAB", 256)
     monkeypatch.setattr(tune, "EXPERT_WIDTH", 64)
+    monkeypatch.setattr(tune, "TEXTS", (64,))
 
     def time_of(call: Any, blocks: Any) -> int:
         if isinstance(blocks, PackedBlocks):
             tokens = blocks.outputs
+        elif isinstance(blocks, TrainingBlocks):
+            tokens = blocks.rows + blocks.keys - 64
         else:
             tokens = blocks.slots if isinstance(blocks, GpuBlocks) else blocks.chunk / 32
         return abs(tokens - 64) + abs(blocks.warps - 8)
@@ -84,6 +100,8 @@ def test_tuning_writes_the_fastest(monkeypatch, tmp_path):
     } | {f"{kernel}/{size}" for kernel, size in OTHERS}
     entry = written["a GPU"]["verify_attention/verify/d128/bfloat16"]
     assert (entry["slots"], entry["warps"]) == (64, 8)
+    entry = written["a GPU"]["cod_attention/d64/bfloat16"]
+    assert (entry["rows"] + entry["keys"], entry["warps"]) == (128, 8)
     assert written["a GPU"]["verify_sample/reject"] == {"chunk": 2048, "warps": 8}
 
 
