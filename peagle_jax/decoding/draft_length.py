@@ -10,13 +10,11 @@ followed for each sequence, so both may be wrong without a token being so.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
-
-from peagle_jax.decoding.state import DecodeState
 
 # Before anything is known of a sequence: good enough to try, soon corrected.
 FIRST_RATE = 0.6
@@ -81,20 +79,24 @@ def observe(
     return jnp.where(seen, rates + WEIGHT * (stood - rates), rates)
 
 
+Carried = TypeVar("Carried")
+
+
 def switch(
     index: Int[Array, ""],
-    branches: Sequence[Callable[[DecodeState], DecodeState]],
-    state: DecodeState,
-) -> DecodeState:
-    """`jax.lax.switch`, but for the caches: XLA's conditionals copy these on CPU, loops do not."""
+    branches: Sequence[Callable[[Carried], Carried]],
+    carried: Carried,
+) -> Carried:
+    """`jax.lax.switch`, but for caches in what is carried: XLA's conditionals copy these on CPU,
+    loops do not. An index past all branches changes nothing."""
 
-    def go_on(carried: tuple[Array, DecodeState]) -> Array:
-        return carried[0]
+    def go_on(turn: tuple[Array, Carried]) -> Array:
+        return turn[0]
 
     for place, branch in enumerate(branches):
 
-        def once(carried: tuple[Array, DecodeState], branch: Any = branch) -> Any:
-            return jnp.zeros_like(carried[0]), branch(carried[1])
+        def once(turn: tuple[Array, Carried], branch: Any = branch) -> Any:
+            return jnp.zeros_like(turn[0]), branch(turn[1])
 
-        _, state = jax.lax.while_loop(go_on, once, (index == place, state))
-    return state
+        _, carried = jax.lax.while_loop(go_on, once, (index == place, carried))
+    return carried

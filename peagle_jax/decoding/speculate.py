@@ -206,22 +206,22 @@ class Speculator:
         k = self.num_draft_tokens
         drawn = self._draws(state, requests, k)
 
-        def nothing() -> Drafted:
-            none = jnp.zeros((state.length.shape[0], k), jnp.int32)
-            tree = DraftTree(none, none, none.astype(jnp.float32))
-            return Drafted(none, state.draft_cache, jnp.bool_(False), tree=tree)
+        none = jnp.zeros((state.length.shape[0], k), jnp.int32)
+        tree = DraftTree(none, none, none.astype(jnp.float32))
+        nothing = Drafted(none, None, jnp.bool_(False), tree=tree)
 
-        def some() -> Drafted:
-            return self.draft(params, state, requests, drawn.rows(slice(k)), k)
+        def some(before: tuple[DecodeState, Drafted]) -> tuple[DecodeState, Drafted]:
+            state, _ = before
+            drafted = self.draft(params, state, requests, drawn.rows(slice(k)), k)
+            kept = dataclasses.replace(state, draft_cache=drafted.cache)
+            return kept, dataclasses.replace(drafted, cache=None)
 
         with jax.named_scope("draft"):
-            drafted: Drafted = jax.lax.cond(drafts, some, nothing)
+            chosen = jnp.where(drafts, 0, 1)
+            state, drafted = draft_length.switch(chosen, [some], (state, nothing))
         assert drafted.tree is not None
         sizes, costs = self.lengths[1:], state.step_costs[1:]
         nodes = draft_length.choose_nodes(drafted.tree.scores, ~state.finished, costs, sizes)
-
-        state = dataclasses.replace(state, draft_cache=drafted.cache)
-        drafted = dataclasses.replace(drafted, cache=None)
 
         def confirm(nodes: int, state: DecodeState) -> DecodeState:
             some = dataclasses.replace(drafted.best(nodes), cache=state.draft_cache)
