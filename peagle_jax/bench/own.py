@@ -98,12 +98,13 @@ class OwnEngine:
         )
 
     def parts(self, case: Case) -> Parts | None:
-        """A step's draft and verification, each a program of its own on the largest batch's
-        state after prefill; None where steps differ in length."""
+        """A step's draft and verification, each a program of its own on the state after prefill
+        of a batch of middling size; None where steps differ in length."""
         pair, speculator = self._speculator(case)
         if speculator.lengths:
             return None
-        batch = max(make_batches(self._requests, case.batch), key=lambda one: one.prompt_size)
+        batches = sorted(make_batches(self._requests, case.batch), key=lambda b: b.prompt_size)
+        batch = batches[len(batches) // 2]
         program, _ = self._prefill(pair, speculator, batch)
         prompts, lengths, table = batch.arrays()
 

@@ -228,6 +228,7 @@ def _peers(
     from peagle_jax.bench.report import available_threads
     from peagle_jax.bench.session import EngineError
     from peagle_jax.convert.conversion import convert
+    from peagle_jax.convert.sources import locate
 
     asked = list(dict.fromkeys(case.peer for case in cases if case.peer != OWN))
     engines: dict[str, Engine] = {}
@@ -240,7 +241,13 @@ def _peers(
         target = str(convert(args.model, folder / "target", to="vllm", dtype=pair.dtype))
         exported = {
             method: str(
-                convert(source, folder / method, to="vllm", dtype=pair.dtype, target=args.model)
+                convert(
+                    locate(source, "drafter"),
+                    folder / method,
+                    to="vllm",
+                    dtype=pair.dtype,
+                    target=args.model,
+                )
             )
             for method, source in drafters.items()
         }
