@@ -9,8 +9,10 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import re
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -146,7 +148,7 @@ def _has_compiler() -> bool:
 
 def _compile(name: str, lowered: Any) -> Compiled:
     try:
-        program = lowered.compile()
+        program, text = _compile_with_text(lowered)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -157,12 +159,22 @@ def _compile(name: str, lowered: Any) -> Compiled:
     memory = program.memory_analysis()
     return Compiled(
         name,
-        text=read_program(program.as_text()),
+        text=text,
         arguments=memory.argument_size_in_bytes,
         results=memory.output_size_in_bytes,
         in_place=memory.alias_size_in_bytes,
         temporaries=memory.temp_size_in_bytes,
     )
+
+
+def _compile_with_text(lowered: Any) -> tuple[Any, ProgramText | None]:
+    """The executable, and what its text says. The text is the one that the compiler writes
+    itself: not every program of a newer compiler can be read back through this jaxlib."""
+    with tempfile.TemporaryDirectory() as folder:
+        options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+        program = lowered.compile(compiler_options=options)
+        written = sorted(Path(folder).glob("*after_codegen.txt"), key=lambda p: p.stat().st_size)
+        return program, read_program(written[-1].read_text()) if written else None
 
 
 def _programs(
