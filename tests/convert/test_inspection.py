@@ -21,7 +21,7 @@ def test_shipped_drafter() -> None:
     assert (found.kind, found.method, found.layout) == ("drafter", "p-eagle", "vllm")
     assert found.format == "safetensors"
     assert found.dtypes == {"BF16": 23, "I64": 1, "BOOL": 1}
-    assert found.num_parameters == 18_068_544
+    assert found.num_parameters == 14_677_056
     assert found.problems == ()
     assert found.config is not None
     assert found.config["aux_layer_ids"] == (2, 15, 27)
