@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pallas_kernels.chips import Chip
 
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_UNKNOWN_CYCLES = 1 << 50  # what stands where the compiler could not tell is larger
 _DECLARED = re.compile(r'"bytes_accessed":"(\d+)"')
 # An instruction: its result's type, then the operation. The second half of a split one has no
 # bytes of its own.
@@ -76,7 +77,7 @@ def read_program(text: str) -> ProgramText:
         size = max(map(_nbytes, _ARRAY.finditer(match["type"])), default=0)
         found[kind] = Collectives(old.count + 1, old.nbytes + size)
     return ProgramText(
-        cycles=sum(map(int, _CYCLES.findall(text))),
+        cycles=sum(n for n in map(int, _CYCLES.findall(text)) if n < _UNKNOWN_CYCLES),
         kernels=len(calls),
         kernel_bytes=sum(int(n) for line in calls for n in _DECLARED.findall(line)),
         collectives=dict(sorted(found.items())),

@@ -23,6 +23,7 @@ backend_config={"custom_call_config":{"cost_estimate":{"bytes_accessed":"820000"
   %ag-start = (s32[4]{0}, s32[16]{0}) all-gather-start(%d), dimensions={0}
   %ag-done = s32[16]{0} all-gather-done(%ag-start)
   %copy = f32[2]{0} copy(%e), backend_config={"estimated_cycles":"550"}
+  %sort = f32[2]{0} sort(%e), backend_config={"estimated_cycles":"9223372036854775807"}
 """
 
 
