@@ -81,7 +81,7 @@ class Compiled:
         memory = (
             f"{head} {self.total / GIB:.2f} of {available / GIB:.2f} GiB: arguments "
             f"{self.arguments / GIB:.2f}, temporaries {self.temporaries / GIB:.2f}, beside it "
-            f"{self.beside / GIB:.2f}"
+            f"{self.beside / GIB:.2f}; compiled in {self.seconds:.0f} s"
         )
         if self.text is None:
             return [memory]
