@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import tempfile
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 from pallas_kernels.chips import Chip
 
@@ -65,6 +68,20 @@ class ProgramText:
             for kind, one in self.collectives.items()
         )
         return sent / chip.ici_gb_s / 1e3 if sent else 0.0
+
+
+def compile_with_text(lowered: Any) -> tuple[Any, str]:
+    """The executable of a `jax.stages.Lowered`, and its optimised text.
+
+    The text is the one that the compiler writes itself: not every program of a newer compiler
+    can be read back through jaxlib, which is what `as_text` does. That is taken where there is
+    no other.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+        program = lowered.compile(compiler_options=options)
+        written = sorted(Path(folder).glob("*after_codegen.txt"), key=lambda p: p.stat().st_size)
+        return program, written[-1].read_text() if written else program.as_text()
 
 
 def read_program(text: str) -> ProgramText:

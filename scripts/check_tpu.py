@@ -38,7 +38,7 @@ from jax.sharding import SingleDeviceSharding
 from kernel_workloads import WORKLOADS, Workload, nbytes
 
 from pallas_kernels.chips import CHIPS, Chip
-from pallas_kernels.program_text import read_program
+from pallas_kernels.program_text import compile_with_text, read_program
 from pallas_kernels.target import Implementation, Target, compile_for
 from peagle_jax.sharding import by_rows
 
@@ -73,8 +73,10 @@ class Row:
     trouble: str = ""
 
 
-def compiled(workload: Workload, implementation: Implementation, kind: str, device: Any) -> Any:
-    """The executable of a workload for one device of a topology."""
+def compiled(
+    workload: Workload, implementation: Implementation, kind: str, device: Any
+) -> tuple[Any, str]:
+    """The executable of a workload for one device of a topology, and its text."""
     place = SingleDeviceSharding(device)
 
     def spec(path: Any, shape: Any) -> Any:
@@ -90,7 +92,7 @@ def compiled(workload: Workload, implementation: Implementation, kind: str, devi
         )
 
     with compile_for(Target("tpu", kind, CHIPS[kind].cores)):
-        return jax.jit(run, donate_argnums=0).lower(given, shapes).compile()
+        return compile_with_text(jax.jit(run, donate_argnums=0).lower(given, shapes))
 
 
 def check(workload: Workload, implementation: Implementation, kind: str, device: Any) -> Row:
@@ -100,12 +102,12 @@ def check(workload: Workload, implementation: Implementation, kind: str, device:
     row.floor_us = chip.floor_us(workload.moved, workload.flops)
     began = time.monotonic()
     try:
-        program = compiled(workload, implementation, kind, device)
+        program, text = compiled(workload, implementation, kind, device)
     except Exception as error:  # whatever a compiler throws is the finding
         row.trouble = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         return row
     row.seconds = time.monotonic() - began
-    text, memory = program.as_text(), program.memory_analysis()
+    memory = program.memory_analysis()
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes
     padding = max(0, memory.argument_size_in_bytes - nbytes(workload.shapes))
     row.moved = int(program.cost_analysis()["bytes accessed"]) + padding

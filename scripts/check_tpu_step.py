@@ -38,7 +38,7 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 from pallas_kernels.chips import CHIPS, Chip
-from pallas_kernels.program_text import read_program
+from pallas_kernels.program_text import compile_with_text, read_program
 from pallas_kernels.target import Target, compile_for
 from peagle_jax.config import BlockConfig, DrafterConfig, Method, ModelConfig
 from peagle_jax.decoding.draft import Drafting
@@ -170,12 +170,12 @@ def report(name: str, batch: int, kind: str, device: Any, on: bool) -> str:
     target = Target("tpu" if on else "cpu", kind, chip.cores)
     began = time.monotonic()
     with compile_for(target):
-        program = jax.jit(function, donate_argnums=0).lower(*arguments).compile()
+        program, text = compile_with_text(jax.jit(function, donate_argnums=0).lower(*arguments))
     seconds = time.monotonic() - began
-    text = read_program(program.as_text())
-    cells = f"{chip.name:6}{batch:6}  {name:15}{'kernels' if on else 'XLA':9}{text.kernels:6}"
+    found = read_program(text)
+    cells = f"{chip.name:6}{batch:6}  {name:15}{'kernels' if on else 'XLA':9}{found.kernels:6}"
     temporary = program.memory_analysis().temp_size_in_bytes / 2**20
-    xla, pallas = text.compiled_us(chip), text.kernels_us(chip)
+    xla, pallas = found.compiled_us(chip), found.kernels_us(chip)
     if name.startswith("step") or xla is None:
         return f"{cells}{'':36}{temporary:10.1f}{seconds:8.1f}s"
     floor = floor_us(name, batch, chip)

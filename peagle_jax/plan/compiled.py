@@ -9,10 +9,8 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import re
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,7 +19,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from pallas_kernels.chips import Chip
-from pallas_kernels.program_text import ProgramText, read_program
+from pallas_kernels.program_text import ProgramText, compile_with_text, read_program
 from pallas_kernels.target import Target, compile_for
 from peagle_jax.convert.layouts import BY_ROWS
 from peagle_jax.decoding.generate import PREFILL_CHUNK
@@ -148,7 +146,7 @@ def _has_compiler() -> bool:
 
 def _compile(name: str, lowered: Any) -> Compiled:
     try:
-        program, text = _compile_with_text(lowered)
+        program, text = compile_with_text(lowered)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -159,22 +157,12 @@ def _compile(name: str, lowered: Any) -> Compiled:
     memory = program.memory_analysis()
     return Compiled(
         name,
-        text=text,
+        text=read_program(text),
         arguments=memory.argument_size_in_bytes,
         results=memory.output_size_in_bytes,
         in_place=memory.alias_size_in_bytes,
         temporaries=memory.temp_size_in_bytes,
     )
-
-
-def _compile_with_text(lowered: Any) -> tuple[Any, ProgramText | None]:
-    """The executable, and what its text says. The text is the one that the compiler writes
-    itself: not every program of a newer compiler can be read back through this jaxlib."""
-    with tempfile.TemporaryDirectory() as folder:
-        options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
-        program = lowered.compile(compiler_options=options)
-        written = sorted(Path(folder).glob("*after_codegen.txt"), key=lambda p: p.stat().st_size)
-        return program, read_program(written[-1].read_text()) if written else None
 
 
 def _programs(

@@ -94,8 +94,10 @@ class Profiler:
         files = sorted(set(self._files()) - self._before)
         if not files or not self._traced or self._seconds <= 0:
             return None
-        programs = [read_program(one.as_text()) for one in self._executables.values()]
-        times = read_times(files[-1], programs)
+        texts = [_text(one) for one in self._executables.values()]
+        programs = [read_program(text) for text in texts if text is not None]
+        # With some of them alone, the others' time would be counted as nobody's.
+        times = read_times(files[-1], programs) if None not in texts else None
         split = {}
         if times is not None:
             split = {
@@ -141,3 +143,13 @@ class Profiler:
         self._seconds = self._clock() - self._begin - compiling
         self._tracing, self._over = False, True
         jax.profiler.stop_trace()
+
+
+def _text(executable: Any) -> str | None:
+    """A program's text; None where jaxlib cannot read back what a newer compiler made."""
+    import jax
+
+    try:
+        return str(executable.as_text())
+    except jax.errors.JaxRuntimeError:
+        return None

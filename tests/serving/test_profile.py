@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 from peagle_jax.config import SamplingParams
@@ -155,6 +156,15 @@ def test_a_run_is_traced(tmp_path: Path, quick) -> None:
     assert Path(report.trace).is_file()
     assert report.lines()[0].startswith("profile      8 visits in ")
     assert report.to_json()["split"] == report.split
+
+    class Unreadable:
+        def as_text(self) -> str:
+            raise jax.errors.JaxRuntimeError("RET_CHECK failure")
+
+    executables["other"] = Unreadable()
+    without = profiler.report()
+    assert without is not None
+    assert (without.trace, without.split) == (report.trace, {})
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
