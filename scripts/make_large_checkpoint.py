@@ -36,9 +36,11 @@ def setting(text: str) -> tuple[str, int]:
 def with_layers(release: Release, layers: int) -> Release:
     """The release at another depth, its layer types going on as they began."""
     types = release.config.get("layer_types")
-    if types is not None:
-        release = release.scaled(layer_types=types * (layers // len(types) + 1))
-    return release.scaled(num_hidden_layers=layers)
+    if types is None:
+        return release.scaled(num_hidden_layers=layers)
+    # In one step: types are cut to the layers that there are.
+    longer = types * (layers // len(types) + 1)
+    return release.scaled(num_hidden_layers=layers, layer_types=longer)
 
 
 def total(release: Release) -> int:

@@ -137,6 +137,11 @@ def test_what_does_not_fit_ends_with_1(capsys) -> None:
         (["--plot", "nowhere/batches.png"], "--plot: found no folder 'nowhere', expected one"),
         (["--acceptance-length", "9"], "--acceptance-length: found 9.0, expected 1 to 1"),
         (["--model", "nowhere/model/folder"], "nowhere/model/folder: found no such"),
+        (["--weights", "mxfp4"], "whose experts are not packed, expected full or int8"),
+        (
+            ["--model", "Qwen/Qwen3-Coder-30B-A3B-Instruct", "--weights", "mxfp4"],
+            "--weights: found mxfp4 and Qwen/Qwen3-Coder-30B-A3B-Instruct, whose experts",
+        ),
     ],
 )
 def test_bad_options_are_one_line(small, capsys, options, message) -> None:

@@ -40,13 +40,22 @@ def mxfp4_matmul(
     Raises:
       NotImplementedError: an explicit `implementation` that does not exist or does not cover
         these arguments on this device.
-      ValueError: packed weights, scales and x of widths that do not belong together.
+      ValueError: packed weights, scales, x and sizes that do not belong together.
     """
     experts, half, outputs = packed.shape
-    if x.shape[1] != 2 * half or scales.shape != (experts, 2 * half // BLOCK, outputs):
+    if (
+        x.shape[1] != 2 * half
+        or x.shape[1] % BLOCK
+        or scales.shape != (experts, 2 * half // BLOCK, outputs)
+    ):
         raise ValueError(
             f"x, packed, scales: found {x.shape}, {packed.shape}, {scales.shape}, expected "
             "[rows, in], [experts, in / 2, out], [experts, in / 32, out]"
+        )
+    if sizes.shape != (experts,) or {packed.dtype.name, scales.dtype.name} != {"uint8"}:
+        raise ValueError(
+            f"sizes, packed, scales: found {sizes.shape}, {packed.dtype}, {scales.dtype}, "
+            f"expected {(experts,)}, a number of rows for each expert, and uint8"
         )
     problem = shapes.Problem(x.shape[0], experts, x.shape[1], outputs, x.dtype.name)
     chosen = _choose(problem, implementation)

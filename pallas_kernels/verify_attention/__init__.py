@@ -58,11 +58,12 @@ def verify_attention(
     Raises:
       NotImplementedError: an explicit `implementation` that does not exist or does not cover
         these arguments on this device.
-      ValueError: a concrete `start` whose rows do not fit the cache.
+      ValueError: a concrete `start` whose rows do not fit the cache; a window below 1.
     """
     problem = _problem(q, keys, keys.shape[2])
     if window is None:
         check_lengths(start, q.shape[1], problem.context)
+    _check_window(window)
     chosen = _choose(problem, implementation)
     if chosen == "reference":
         return reference.verify_attention(
@@ -92,6 +93,7 @@ def verify_attention_paged(
     """
     problem = _problem(q, key_pages, key_pages.shape[2] * page_table.shape[1])
     check_lengths(start, q.shape[1], problem.context)
+    _check_window(window)
     chosen = _choose(problem, implementation)
     if chosen == "reference":
         return reference.verify_attention_paged(
@@ -100,6 +102,11 @@ def verify_attention_paged(
     return _kernel(
         chosen, problem, blocks, q, key_pages, value_pages, page_table, start, window, sinks, tree
     )
+
+
+def _check_window(window: int | None) -> None:
+    if window is not None and window < 1:
+        raise ValueError(f"window: found {window}, expected 1 or more, or None")
 
 
 def _problem(q: Array, keys: Array, context: int) -> shapes.Problem:

@@ -101,6 +101,11 @@ def run(args: argparse.Namespace) -> int:
     topology = Topology.parse(args.topology)
     mesh = MeshShape.parse(args.mesh) if args.mesh else None
     target, described = describe_target(args.model)
+    if args.weights == "mxfp4" and described.packed_experts is False:
+        raise InputError(
+            f"--weights: found mxfp4 and {args.model}, whose experts are not packed, expected full "
+            "or int8"
+        )
     found: dict[str, Described] = {args.model: described}
     source = args.drafter
     if source == "auto":

@@ -16,12 +16,14 @@ class Described:
     """A network's configuration, and what of it is a guess.
 
     packed_bytes: of a released checkpoint's own tensors, None where it is not known. guesses:
-    config keys of a release that could not be verified.
+    config keys of a release that could not be verified. packed_experts: whether the checkpoint has
+    its experts in MXFP4, None where a configuration alone does not tell.
     """
 
     config: ModelConfig | DrafterConfig
     packed_bytes: int | None = None
     guesses: tuple[str, ...] = ()
+    packed_experts: bool | None = None
 
 
 def describe_target(source: str) -> tuple[ModelConfig, Described]:
@@ -30,10 +32,12 @@ def describe_target(source: str) -> tuple[ModelConfig, Described]:
     release = _release(source, "target")
     if release is None:
         config = opening.open_config(source)
-        return config, Described(config)
+        return config, Described(config, packed_experts=None if config.block.moe else False)
     found = _config(release, None)
     assert isinstance(found, ModelConfig)
-    return found, Described(found, release.num_bytes, tuple(release.unverified))
+    packed = release.config.get("quantization_config", {}).get("quant_method") == "mxfp4"
+    unverified = tuple(release.unverified)
+    return found, Described(found, release.num_bytes, unverified, packed_experts=packed)
 
 
 def describe_drafter(source: str, target: ModelConfig) -> tuple[DrafterConfig, Described]:

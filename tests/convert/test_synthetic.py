@@ -79,6 +79,16 @@ def test_large_tensors_repeat_their_values(tmp_path: Path, monkeypatch: pytest.M
         assert value.ravel()[:9].tolist() == other.ravel()[:9].tolist()
 
 
+def test_more_layers_than_the_release_has() -> None:
+    from scripts.make_large_checkpoint import with_layers
+
+    release = releases.find("openai/gpt-oss-20b")
+    assert release is not None
+    grown = with_layers(release, 31).config
+    kinds = ["sliding_attention", "full_attention"]
+    assert (grown["num_hidden_layers"], grown["layer_types"]) == (31, (kinds * 16)[:31])
+
+
 @pytest.mark.parametrize("style", ["gpt-oss", "qwen3-moe"])
 def test_script(tmp_path: Path, style: str) -> None:
     experts = "num_local_experts" if style == "gpt-oss" else "num_experts"

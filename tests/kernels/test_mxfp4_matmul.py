@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any, ClassVar
 
 import hypothesis.strategies as st
@@ -177,6 +178,11 @@ def test_shapes_that_do_not_belong_together():
     packed, scales = weights(np.random.default_rng(0), 2, 64, 8)
     with pytest.raises(ValueError, match=r"found \(3, 32\), \(2, 32, 8\), \(2, 2, 8\)"):
         mxfp4_matmul(jnp.zeros((3, 32)), jnp.asarray([1, 2]), packed, scales)
+    unchecked = inspect.unwrap(mxfp4_matmul)  # as outside the tests: shapes not checked by types
+    with pytest.raises(ValueError, match=r"found \(1,\), uint8, uint8, expected \(2,\)"):
+        unchecked(jnp.zeros((3, 64)), jnp.asarray([3]), packed, scales)
+    with pytest.raises(ValueError, match=r"found \(2,\), int32, uint8"):
+        unchecked(jnp.zeros((3, 64)), jnp.asarray([1, 2]), packed.astype(jnp.int32), scales)
 
 
 def test_what_a_device_has():

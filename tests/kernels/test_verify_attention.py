@@ -216,6 +216,12 @@ def test_lengths_beyond_the_cache_are_refused(start):
         verify_attention(**arrays)
 
 
+@pytest.mark.parametrize("window", [0, -3])
+def test_a_window_that_shows_nothing_is_refused(window):
+    with pytest.raises(ValueError, match=rf"window: found {window}, expected 1 or more"):
+        verify_attention(**small(), window=window)
+
+
 def test_lengths_beyond_the_page_table_are_refused():
     arrays = small()
     with pytest.raises(ValueError, match=r"the cache holds 0 \.\. 255"):
