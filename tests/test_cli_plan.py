@@ -157,3 +157,11 @@ def test_without_the_compiler(small, capsys, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "libtpu", None)
     assert cli.main([*small, "--compile"]) == 2
     assert "--compile: found no libtpu package" in capsys.readouterr().err
+
+
+def test_a_drafter_of_another_release_is_named(capsys) -> None:
+    other = ["--model", "openai/gpt-oss-20b", "--drafter", "amazon/GPT-OSS-120B-P-EAGLE"]
+    assert cli.main(["plan", *other, "--topology", "v6e:2x4"]) == 2
+    shown = capsys.readouterr().err
+    assert "-p-eagle: found a drafter for openai/gpt-oss-120b" in shown.lower()
+    assert "config.json" not in shown

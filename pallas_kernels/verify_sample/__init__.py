@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from pallas_kernels.target import Implementation, choose, current_target
@@ -47,7 +48,7 @@ def sample_tokens(
     problem = _problem(logits, drafted=False)
     chosen = _choose(problem, implementation)
     if chosen == "reference":
-        return reference.sample_tokens(logits, filters, keys, token_ids)
+        return reference.sample_tokens(logits.astype(jnp.float32), filters, keys, token_ids)
     packed = shapes.pack(filters, keys, None, None)
     _, tokens = _kernel(chosen, problem, blocks, False, logits, packed, token_ids, None)
     return tokens.reshape(logits.shape[:2])
@@ -85,7 +86,8 @@ def reject_drafts(
     problem = _problem(logits, drafted=draft_logits is not None)
     chosen = _choose(problem, implementation)
     if chosen == "reference":
-        return reference.reject_drafts(logits, filters, keys, drafts, draft_logits, accept_noise)
+        wide = logits.astype(jnp.float32)
+        return reference.reject_drafts(wide, filters, keys, drafts, draft_logits, accept_noise)
     packed = shapes.pack(filters, keys, drafts, accept_noise)
     stands, tokens = _kernel(chosen, problem, blocks, True, logits, packed, None, draft_logits)
     shape = logits.shape[:2]

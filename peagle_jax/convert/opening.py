@@ -116,7 +116,9 @@ def config_of(
         if target_config is None:
             target_config = _released_target(release)
         else:
-            release.check_target(target_config, where)
+            # Of a release that is only described there is no such file.
+            named = where if Path(where).exists() else release.repository
+            release.check_target(target_config, named)
     if layout == "orbax":
         if aux_layer_shift:
             raise reader.fail("aux_layer_shift: found a converted checkpoint, expected its source")

@@ -176,3 +176,12 @@ def test_not_a_number_leaves_tokens_that_exist():
     arrays = {**call.arrays, "logits": jnp.full((len(MIXED), 3, 300), jnp.nan)}
     tokens = np.asarray(Call(sample_tokens, arrays, tuned=SMALL).interpreted("pallas_tpu"))
     assert ((tokens >= 0) & (tokens < 300)).all()
+
+
+def test_logits_of_another_dtype_are_widened() -> None:
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(2, 2, 50)), jnp.bfloat16)
+    filters = filters_of((PLAIN, ALL))
+    keys = jax.random.key_data(jax.random.split(jax.random.key(0), (2, 2)))
+    found = sample_tokens(logits, filters, keys)
+    wide = sample_tokens(logits.astype(jnp.float32), filters, keys)
+    np.testing.assert_array_equal(found, wide)
