@@ -84,7 +84,7 @@ def compile_with_text(lowered: Any) -> tuple[Any, str]:
         return program, written[-1].read_text() if written else program.as_text()
 
 
-def read_program(text: str) -> ProgramText:
+def read_estimates(text: str) -> ProgramText:
     """Reads the text of an optimised program."""
     calls = [line for line in text.splitlines() if '"tpu_custom_call"' in line]
     found: dict[str, Collectives] = {}

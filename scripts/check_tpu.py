@@ -38,7 +38,7 @@ from jax.sharding import SingleDeviceSharding
 from kernel_workloads import WORKLOADS, Workload, nbytes
 
 from pallas_kernels.chips import CHIPS, Chip
-from pallas_kernels.program_text import compile_with_text, read_program
+from pallas_kernels.program_text import compile_with_text, read_estimates
 from pallas_kernels.target import Implementation, Target, compile_for
 from peagle_jax.sharding import by_rows
 
@@ -114,7 +114,7 @@ def check(workload: Workload, implementation: Implementation, kind: str, device:
     row.ratio = row.moved / row.floor
     row.temporary = memory.temp_size_in_bytes
     row.vmem = sum(map(int, re.findall(VMEM, text)))
-    around = read_program(text).compiled_us(chip)
+    around = read_estimates(text).compiled_us(chip)
     row.around_us = -1.0 if around is None else around
     caches = [nbytes(tree) for tree in workload.shapes.values()]
     if implementation == "pallas_tpu" or not workload.own_kernel:

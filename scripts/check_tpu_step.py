@@ -38,7 +38,7 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 from pallas_kernels.chips import CHIPS, Chip
-from pallas_kernels.program_text import compile_with_text, read_program
+from pallas_kernels.program_text import compile_with_text, read_estimates
 from pallas_kernels.target import Target, compile_for
 from peagle_jax.config import BlockConfig, DrafterConfig, Method, ModelConfig
 from peagle_jax.decoding.draft import Drafting
@@ -172,7 +172,7 @@ def report(name: str, batch: int, kind: str, device: Any, on: bool) -> str:
     with compile_for(target):
         program, text = compile_with_text(jax.jit(function, donate_argnums=0).lower(*arguments))
     seconds = time.monotonic() - began
-    found = read_program(text)
+    found = read_estimates(text)
     cells = f"{chip.name:6}{batch:6}  {name:15}{'kernels' if on else 'XLA':9}{found.kernels:6}"
     temporary = program.memory_analysis().temp_size_in_bytes / 2**20
     xla, pallas = found.compiled_us(chip), found.kernels_us(chip)

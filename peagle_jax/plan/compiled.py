@@ -19,7 +19,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from pallas_kernels.chips import Chip
-from pallas_kernels.program_text import ProgramText, compile_with_text, read_program
+from pallas_kernels.program_text import ProgramText, compile_with_text, read_estimates
 from pallas_kernels.target import Target, compile_for
 from peagle_jax.convert.layouts import BY_ROWS
 from peagle_jax.decoding.generate import PREFILL_CHUNK
@@ -41,7 +41,7 @@ class Compiled:
     in_place: results that take the place of arguments. beside: weights, pages and slots that
     the program does not take, and that lie in memory meanwhile: prefill needs no head, insertion
     no page. refusal: the compiler's reason, "" where it fits. text: what the program says of
-    itself; a step's loop over the steps of a visit counts once.
+    itself, None of a refused one; a step's loop over the steps of a visit counts once.
     """
 
     name: str
@@ -74,15 +74,13 @@ class Compiled:
     def lines(self, available: int, chip: Chip) -> list[str]:
         """Readable lines: memory, and what the program is estimated to take."""
         head = f"compiled    {self.name:<8}"
-        if self.refusal:
+        if self.text is None:
             return [f"{head} refused: {self.refusal}"]
         memory = (
             f"{head} {self.total / GIB:.2f} of {available / GIB:.2f} GiB: arguments "
             f"{self.arguments / GIB:.2f}, temporaries {self.temporaries / GIB:.2f}, beside it "
             f"{self.beside / GIB:.2f}; compiled in {self.seconds:.0f} s"
         )
-        if self.text is None:
-            return [memory]
         text, own = self.text, _ms(self.text.compiled_us(chip))
         sent = ", ".join(
             f"{one.count} {kind} of {one.nbytes / 2**20:.2f} MiB"
@@ -157,7 +155,7 @@ def _compile(name: str, lowered: Any) -> Compiled:
     memory = program.memory_analysis()
     return Compiled(
         name,
-        text=read_program(text),
+        text=read_estimates(text),
         arguments=memory.argument_size_in_bytes,
         results=memory.output_size_in_bytes,
         in_place=memory.alias_size_in_bytes,

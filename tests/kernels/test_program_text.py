@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from pallas_kernels.chips import CHIPS
-from pallas_kernels.program_text import Collectives, read_program
+from pallas_kernels.program_text import Collectives, read_estimates
 
 V6E = CHIPS["TPU v6 lite"]
 # Instructions as the TPU compiler prints them, shortened.
@@ -28,7 +28,7 @@ backend_config={"custom_call_config":{"cost_estimate":{"bytes_accessed":"820000"
 
 
 def test_sums_over_a_text() -> None:
-    found = read_program(TEXT)
+    found = read_estimates(TEXT)
     assert found.cycles == 1750
     assert found.kernels == 1
     assert found.kernel_bytes == 820_000
@@ -42,9 +42,9 @@ def test_sums_over_a_text() -> None:
 
 
 def test_a_clock_that_is_not_known_gives_no_time() -> None:
-    found = read_program(TEXT)
+    found = read_estimates(TEXT)
     assert found.compiled_us(CHIPS["TPU7x"]) is None
-    assert read_program("").sent_us(CHIPS["NVIDIA H200"]) == 0.0
+    assert read_estimates("").sent_us(CHIPS["NVIDIA H200"]) == 0.0
 
 
 def test_collectives_of_a_program_over_a_mesh() -> None:
@@ -60,4 +60,4 @@ def test_collectives_of_a_program_over_a_mesh() -> None:
 
     text = sums.lower(jnp.ones((4, 6))).compile().as_text()
     assert text is not None
-    assert read_program(text).collectives["all-reduce"] == Collectives(1, 96)
+    assert read_estimates(text).collectives["all-reduce"] == Collectives(1, 96)
