@@ -15,10 +15,12 @@ from typing import Any, Literal
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh
 
-Implementation = Literal["reference", "pallas_tpu", "pallas_gpu"]
+Implementation = Literal["reference", "xla_cpu", "pallas_tpu", "pallas_gpu"]
 Platform = Literal["cpu", "tpu", "gpu"]
 
 NATIVE: Mapping[Platform, Implementation] = {"tpu": "pallas_tpu", "gpu": "pallas_gpu"}
+# Where a platform has no Pallas kernels: plain JAX that XLA makes more of than of the reference.
+PLAIN: Implementation = "xla_cpu"
 
 
 @dataclass(frozen=True)
@@ -76,18 +78,17 @@ def choose(
       kernel: name for messages.
       implementation: the caller's choice; None takes the target's own kernel where it covers
         the arguments, else the reference.
-      limits: for every Pallas implementation, a function that returns None where it covers
-        the arguments, else what it supports and what was found.
+      limits: for every implementation but the reference, a function that returns None where it
+        covers the arguments, else what it supports and what was found.
 
     Raises:
       NotImplementedError: an explicit choice that does not exist, does not cover the
         arguments or is for another device: it never falls back.
     """
     target = current_target()
+    native = NATIVE.get(target.platform, PLAIN)
     if implementation is None:
-        native = NATIVE.get(target.platform)
-        covered = native is not None and native in limits and limits[native]() is None
-        return native if native is not None and covered else "reference"
+        return native if native in limits and limits[native]() is None else "reference"
     if implementation == "reference":
         return "reference"
     found = next((name for name in limits if name == implementation), None)
@@ -99,8 +100,8 @@ def choose(
     limit = limits[found]()
     if limit is not None:
         raise NotImplementedError(f"{kernel}: implementation {implementation!r} {limit}")
-    if found != NATIVE.get(target.platform):
-        wanted = next(name for name, native in NATIVE.items() if native == found)
+    if found != native:
+        wanted = next((name for name, one in NATIVE.items() if one == found), "cpu")
         raise NotImplementedError(
             f"{kernel}: implementation {implementation!r} runs on platform {wanted!r}, found "
             f"{target.platform!r}; here 'reference' is supported"

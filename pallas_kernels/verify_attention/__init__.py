@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.layout import check_lengths
 from pallas_kernels.target import Implementation, choose, current_target
-from pallas_kernels.verify_attention import gpu, reference, shapes, tpu
+from pallas_kernels.verify_attention import gpu, reference, shapes, tpu, xla_cpu
 from pallas_kernels.verify_attention.shapes import GpuBlocks, TpuBlocks
 
 __all__ = ["GpuBlocks", "Implementation", "TpuBlocks", "verify_attention", "verify_attention_paged"]
@@ -94,9 +96,14 @@ def verify_attention_paged(
     problem = _problem(q, key_pages, key_pages.shape[2] * page_table.shape[1])
     check_lengths(start, q.shape[1], problem.context)
     _check_window(window)
-    chosen = _choose(problem, implementation)
-    if chosen == "reference":
-        return reference.verify_attention_paged(
+    chosen = _choose(
+        problem,
+        implementation,
+        {"xla_cpu": lambda: shapes.cpu_limit(problem, tree=tree is not None)},
+    )
+    if chosen in ("reference", "xla_cpu"):
+        plain = reference if chosen == "reference" else xla_cpu
+        return plain.verify_attention_paged(
             q, key_pages, value_pages, page_table, start, window=window, sinks=sinks, tree=tree
         )
     return _kernel(
@@ -124,11 +131,16 @@ def _problem(q: Array, keys: Array, context: int) -> shapes.Problem:
     )
 
 
-def _choose(problem: shapes.Problem, implementation: str | None) -> Implementation:
+def _choose(
+    problem: shapes.Problem,
+    implementation: str | None,
+    others: Mapping[Implementation, Callable[[], str | None]] | None = None,
+) -> Implementation:
     return choose(
         "verify_attention",
         implementation,
         {
+            **(others or {}),
             "pallas_tpu": lambda: shapes.tpu_limit(problem),
             "pallas_gpu": lambda: shapes.limit(problem),
         },

@@ -114,6 +114,13 @@ def tpu_limit(problem: Problem) -> str | None:
     return common
 
 
+def cpu_limit(problem: Problem, *, tree: bool) -> str | None:
+    """What the loop over pages supports, where `problem` is something else."""
+    if tree and problem.rows > MAX_ROWS:
+        return f"supports trees of 1 to {MAX_ROWS} rows, found {problem.rows}"
+    return None
+
+
 def _divisor(size: int, at_most: int, multiple: int = 1) -> int:
     """The largest divisor of `size` that is a multiple of `multiple` and at most `at_most`."""
     return max(

@@ -11,9 +11,13 @@ from peagle_jax.config import METHODS, check_num_draft_tokens
 from peagle_jax.errors import InputError
 
 OWN = "peagle_jax"
+# This package too, by continuous batching: what `peagle batch` does.
+BATCHING = "peagle_batch"
+OURS = (OWN, BATCHING)
 AUTO = "auto"
 # Peers and the methods each is asked to decode with.
 PEER_METHODS = {
+    BATCHING: METHODS,
     "transformers": ("none", "prompt-lookup"),
     "vllm": ("none", "p-eagle", "eagle3", "prompt-lookup"),
 }
@@ -176,6 +180,6 @@ def make_cases(
         for peer, method in ways:
             for k in (0,) if method == "none" else numbers_of_drafts:
                 case = Case(peer, method, k, batch)
-                if case not in cases and (peer == OWN or k != AUTO):
+                if case not in cases and (peer in OURS or k != AUTO):
                     cases.append(case)
     return cases

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ class OwnEngine:
         seconds that compiling took. Raises InputError where the process has no room for more
         programs."""
         check_memory_maps(case.name)
-        pair, speculator = self._speculator(case)
+        pair, speculator = speculator_of(self._pairs, case)
         seconds, seen = 0.0, set()
         for batch in make_batches(self._requests, case.batch):
             sizes = (batch.rows, batch.prompt_size, batch.max_new_tokens)
@@ -73,7 +73,7 @@ class OwnEngine:
 
     def run(self, case: Case) -> Run:
         """All prompts once."""
-        pair, speculator = self._speculator(case)
+        pair, speculator = speculator_of(self._pairs, case)
         answers: dict[int, list[int]] = {}
         seconds = prefill_seconds = 0.0
         drafts = steps = 0
@@ -100,7 +100,7 @@ class OwnEngine:
     def parts(self, case: Case) -> Parts | None:
         """A step's draft and verification, each a program of its own on the state after prefill
         of a batch of middling size; None where steps differ in length."""
-        pair, speculator = self._speculator(case)
+        pair, speculator = speculator_of(self._pairs, case)
         if speculator.lengths:
             return None
         batches = sorted(make_batches(self._requests, case.batch), key=lambda b: b.prompt_size)
@@ -121,14 +121,6 @@ class OwnEngine:
             return 1e3 * statistics.median(seconds)
 
         return Parts(timed(draft_once) if speculator.drafts else 0.0, timed(verify_once))
-
-    def _speculator(self, case: Case) -> tuple[Pair, Speculator]:
-        pair = self._pairs[case.method]
-        if case.method == "none":
-            return pair, api.make_speculator(pair, "none")
-        method: Any = case.method
-        k: Any = case.num_draft_tokens
-        return pair, api.make_speculator(pair, method, k)
 
     def _prefill(self, pair: Pair, speculator: Speculator, batch: Batch) -> tuple[Any, float]:
         prompts, lengths, table = batch.arrays()
@@ -152,6 +144,16 @@ class OwnEngine:
         begin = time.perf_counter()
         jax.block_until_ready(program(pair.params, *arrays))
         return time.perf_counter() - begin
+
+
+def speculator_of(pairs: Mapping[str, Pair], case: Case) -> tuple[Pair, Speculator]:
+    """The pair that a case decodes with, and how."""
+    pair = pairs[case.method]
+    if case.method == "none":
+        return pair, api.make_speculator(pair, "none")
+    method: Any = case.method
+    k: Any = case.num_draft_tokens
+    return pair, api.make_speculator(pair, method, k)
 
 
 def _steps(speculator: Speculator, stats: GenerationStats) -> int:

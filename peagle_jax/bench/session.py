@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
-from peagle_jax.bench.cases import OWN, Case, Measurement, Parts, Run
+from peagle_jax.bench.cases import OURS, Case, Measurement, Parts, Run
 from peagle_jax.errors import InputError
 
 Progress = Callable[[int, int, str], None]
@@ -93,4 +93,4 @@ def to_jsonl(lines: Sequence[dict[str, object]]) -> bytes:
 
 def is_own(line: dict[str, object]) -> bool:
     """Whether a result is of this package."""
-    return line["peer"] == OWN
+    return line["peer"] in OURS

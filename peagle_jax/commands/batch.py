@@ -40,7 +40,6 @@ HELP = "answer files of requests, many at a time"
 EXIT_BAD_LINES = 3
 
 _DEFAULT_CONTEXT = 2048
-_DEFAULT_PAGE_SIZE = {"tpu": 128}  # what the kernels of TPU need for every head_dim
 _UNITS = {"K": 10, "M": 20, "G": 30, "T": 40}
 
 
@@ -158,11 +157,9 @@ def _answer(args: argparse.Namespace, process: Part, whole: MeshShape | None) ->
     if process.count > 1 and STDIN in files:
         raise InputError("--input: found -, expected files, of which each process reads its part")
 
-    import jax
-
     from peagle_jax import api
     from peagle_jax.serving.batch import BatchRun
-    from peagle_jax.serving.engine import PagedEngine, make_shape
+    from peagle_jax.serving.engine import PagedEngine, default_page_size, make_shape
     from peagle_jax.serving.followed import open_results
     from peagle_jax.serving.scheduler import Policy
 
@@ -184,13 +181,10 @@ def _answer(args: argparse.Namespace, process: Part, whole: MeshShape | None) ->
         speculator = api.make_speculator(
             pair, args.method, args.num_draft_tokens, args.draft_sampling, args.verify
         )
-        page_size = args.page_size
-        if page_size is None:
-            page_size = _DEFAULT_PAGE_SIZE.get(jax.default_backend(), 32)
         shape = make_shape(
             speculator,
             num_slots=args.slots // num_groups * team.shape.data,
-            page_size=page_size,
+            page_size=default_page_size() if args.page_size is None else args.page_size,
             context=_context(args, pair.target.max_positions),
             num_pages=args.pages,
             cache_bytes=cache_bytes,

@@ -83,7 +83,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--peers",
         default="",
         metavar="P,..",
-        help="some of transformers, vllm; one that is not installed is left out",
+        help="some of peagle_batch (the engine of peagle batch, with as many slots as the batch "
+        "size), transformers, vllm; one that is not installed is left out",
     )
     peers.add_argument(
         "--peer-python",
@@ -101,7 +102,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measures, prints a table and writes the folder; 1 where an own answer is not identical."""
-    from peagle_jax.bench.cases import make_cases
+    from peagle_jax.bench.cases import OURS, make_cases
 
     methods = _names(args.methods)
     cases = make_cases(
@@ -110,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
         numbers("--batch", args.batch),
         _names(args.peers),
     )
-    if args.weights == "int8" and _names(args.peers):
+    if args.weights == "int8" and set(_names(args.peers)) - set(OURS):
         raise InputError(
             "--weights: found int8 with --peers, expected full: theirs are not rounded"
         )
@@ -127,6 +128,8 @@ def run(args: argparse.Namespace) -> int:
 
     from peagle_jax import batching
     from peagle_jax.bench import report, session
+    from peagle_jax.bench.batching import BatchingEngine
+    from peagle_jax.bench.cases import BATCHING, OWN
     from peagle_jax.bench.own import OwnEngine
     from peagle_jax.commands import bench_output
     from peagle_jax.config import SamplingParams
@@ -153,7 +156,10 @@ def run(args: argparse.Namespace) -> int:
         _peers(args, cases, pair, drafters, requests, pythons) as engines,
         progress_bar("bench") as progress,
     ):
-        engines["peagle_jax"] = OwnEngine(pairs, requests)
+        engines |= {
+            OWN: OwnEngine(pairs, requests),
+            BATCHING: BatchingEngine(pairs, requests),
+        }
         kept = [case for case in cases if case.peer in engines]
         lines = session.result_lines(session.measure(engines, kept, args.repeats, progress))
     bench_output.write_files(args.out, lines, settings, plots=not args.no_plot)
@@ -223,14 +229,14 @@ def _peers(
     pythons: dict[str, str],
 ) -> Iterator[dict[str, Engine]]:
     """The peers that start, by name; their output goes to DIR/PEER.log."""
-    from peagle_jax.bench.cases import OWN
+    from peagle_jax.bench.cases import OURS
     from peagle_jax.bench.peer_process import PeerProcess, PeerSettings
     from peagle_jax.bench.report import available_threads
     from peagle_jax.bench.session import EngineError
     from peagle_jax.convert.conversion import convert
     from peagle_jax.convert.sources import locate
 
-    asked = list(dict.fromkeys(case.peer for case in cases if case.peer != OWN))
+    asked = list(dict.fromkeys(case.peer for case in cases if case.peer not in OURS))
     engines: dict[str, Engine] = {}
     if not asked:
         yield engines

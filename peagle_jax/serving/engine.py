@@ -39,25 +39,15 @@ from peagle_jax.serving.pages import NULL_PAGE
 from peagle_jax.sharding import DATA, from_first, spans_processes
 
 
-@dataclasses.dataclass(frozen=True)
-class ProgramSizes:
-    """Which shapes are compiled.
+def default_page_size() -> int:
+    """Positions a page: on TPU what its kernels need for every head size."""
+    return 128 if jax.default_backend() == "tpu" else 32
 
-    prefill_rows: parts of prompts are computed together up to so many rows.
-    least_width: positions of the narrowest block tables. Attention that gathers its pages takes
-      as long as the table is wide, so tables are cut to what is in use, in powers of two times
-      this; None = never, for kernels that do not look at pages that no row sees.
-    """
 
-    prefill_rows: int
-    least_width: int | None
-
-    @classmethod
-    def for_backend(cls) -> ProgramSizes:
-        """On CPU rows cost the same alone and together, and pages are gathered."""
-        if jax.default_backend() == "cpu":
-            return cls(prefill_rows=1, least_width=256)
-        return cls(prefill_rows=PREFILL_CHUNK, least_width=None)
+def prefill_rows_together() -> int:
+    """Parts of prompts are computed together up to so many rows: on CPU rows cost the same alone
+    and together."""
+    return 1 if jax.default_backend() == "cpu" else PREFILL_CHUNK
 
 
 class PagedEngine:
@@ -76,13 +66,15 @@ class PagedEngine:
         shape: EngineShape,
         *,
         mesh: Mesh | None = None,
-        sizes: ProgramSizes | None = None,
+        prefill_rows: int | None = None,
         executables: dict[Any, Any] | None = None,
     ) -> None:
         """Args:
             mesh: of `sharding.make_inference_mesh`; the parameters lie on it as
                 `decoding.placement` says, and the shape's groups are its `data`. None = the
                 default device.
+            prefill_rows: parts of prompts are computed together up to so many rows; None = as
+                suits the backend.
             executables: where compiled programs are kept and looked for, such as
                 `Pair.compiled`; engines of one shape can share them.
 
@@ -99,7 +91,7 @@ class PagedEngine:
         self.shape = shape
         self.compile_seconds = self.wait_seconds = 0.0
         self._speculator, self._params, self._mesh = speculator, params, mesh
-        self._sizes = sizes or ProgramSizes.for_backend()
+        self._prefill_rows = prefill_rows or prefill_rows_together()
         self._executables = {} if executables is None else executables
         self._pools, self._slots = programs.init(speculator, shape, mesh)
 
@@ -110,10 +102,11 @@ class PagedEngine:
         groups, slots = range(self.shape.num_groups), self.shape.slots_a_group
         alike: dict[int, list[list[PrefillChunk]]] = {}
         for chunk in chunks:
-            lists = alike.setdefault(prompt_bucket(len(chunk.tokens)), [[] for _ in groups])
+            size = prompt_bucket(len(chunk.tokens), finer=self._prefill_rows == 1)
+            lists = alike.setdefault(size, [[] for _ in groups])
             lists[chunk.slot // slots].append(chunk)
         for rows, lists in alike.items():
-            most = max(1, self._sizes.prefill_rows // rows)
+            most = max(1, self._prefill_rows // rows)
             while longest := max(map(len, lists)):
                 # Two sizes of batches are compiled, the largest and one.
                 size = most if longest > most // 2 else 1
@@ -151,16 +144,10 @@ class PagedEngine:
 
     def step(self, num_steps: int, tables: Int[np.ndarray, "slots pages"]) -> jax.Array:
         """Speculative steps of all sequences that decode."""
-        size = self.shape.page_size
-        used = np.flatnonzero((tables != NULL_PAGE).any(axis=0))
-        held = int(used[-1]) + 1 if used.size else 0
-        # Rows of a sequence that ended stand past its pages, see `EngineShape.pages_a_slot`.
-        past = self.shape.num_draft_tokens + self.shape.scratch_rows + 1
-        width = self._width(held * size + past, self.shape.pages_a_slot)
         self._pools, self._slots, packed = self._run(
-            ("step", num_steps, width),
+            ("step", num_steps),
             device.step,
-            (self._params, self._pools, self._slots, np.ascontiguousarray(tables[:, :width])),
+            (self._params, self._pools, self._slots, tables),
             speculator=self._speculator,
             num_steps=num_steps,
         )
@@ -229,16 +216,14 @@ class PagedEngine:
 
     def _prefill(self, groups: Sequence[Sequence[PrefillChunk]], size: int, rows: int) -> None:
         """At most `size` parts of every group, of at most `rows` tokens."""
-        page_size, most = self.shape.page_size, self.shape.pages_a_slot
         slots, total = self.shape.slots_a_group, size * len(groups)
         placed = [
             (group * size + row, chunk)
             for group, chunks in enumerate(groups)
             for row, chunk in enumerate(chunks)
         ]
-        stop = max(chunk.start for _, chunk in placed) + rows
         # Padding may reach past the table that a slot has.
-        width = self._width(stop, most - (-rows // page_size))
+        width = self.shape.pages_a_slot - (-rows // self.shape.page_size)
         arrays: dict[str, Any] = {
             "slot": np.full(total, slots, np.int32),
             "tokens": np.zeros((total, rows), np.int32),
@@ -255,10 +240,9 @@ class PagedEngine:
             arrays["following"][row, : count - 1] = chunk.tokens[1:]
             if chunk.following is not None:
                 arrays["following"][row, count - 1] = chunk.following
-            pages = chunk.pages[:width]
-            arrays["tables"][row, : len(pages)] = pages
+            arrays["tables"][row, : len(chunk.pages)] = chunk.pages
         self._pools, self._slots = self._run(
-            ("prefill", size, rows, width),
+            ("prefill", size, rows),
             device.prefill,
             (self._params, self._pools, self._slots, ChunkArrays(**arrays)),
             speculator=self._speculator,
@@ -275,16 +259,6 @@ class PagedEngine:
         )
         self.compile_seconds += seconds
         return program(*args)
-
-    def _width(self, positions: int, most: int) -> int:
-        """Pages of a table that has room for so many positions, `most` at most."""
-        least = self._sizes.least_width
-        if least is None:
-            return most
-        width = -(-least // self.shape.page_size)
-        while width * self.shape.page_size < positions:
-            width *= 2
-        return min(width, most)
 
     def _column(self, dtype: Any) -> Any:
         return np.zeros(self.shape.num_slots, dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import hypothesis.strategies as st
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -168,6 +169,25 @@ class TestVerifyAttention(KernelContract):
         call = build(np.random.default_rng(draw(st.integers(0, 99))), jnp.float32)
         implementation = draw(st.sampled_from(self.IMPLEMENTATIONS))
         assert_close(call.interpreted(implementation), call.expected())
+
+    @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+    @pytest.mark.parametrize(
+        "build",
+        [
+            attention(3, 5, 8, 2, 32, 96, page=16),
+            attention(2, 3, 4, 2, 64, 1024, page=32, starts=(1000, 130)),
+            attention(2, 4, 4, 2, 64, 480, page=32, window=40, sinks=True, starts=(2, 300)),
+            attention(2, 40, 4, 2, 64, 480, page=48, tree=True, starts=(440, 7)),
+            attention(2, 7, 4, 2, 64, 480, page=32, tree=True, window=40, starts=(0, 301)),
+            attention(2, 200, 2, 1, 64, 512, page=256, starts=(0, 312)),
+            attention(2, 2, 4, 2, 64, 320, page=16, cache_dtype=jnp.float8_e4m3fn),
+        ],
+        ids=["small", "long", "window", "tree", "tree-window", "prefill", "float8"],
+    )
+    def test_a_loop_over_pages_equals_the_reference(self, build, dtype):
+        call = build(np.random.default_rng(5), dtype)
+        got = jax.jit(lambda arrays: call.bound("xla_cpu")(**arrays))(dict(call.arrays))
+        assert_close(got, call.expected())
 
     def test_heuristic_blocks_equal_the_reference(self, implementation):
         call = attention(1, 4, 4, 2, 128, 128)(np.random.default_rng(0), jnp.float32)

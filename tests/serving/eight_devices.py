@@ -20,7 +20,7 @@ from peagle_jax.config import BlockConfig
 from peagle_jax.decoding import placement
 from peagle_jax.mesh_shape import MeshShape
 from peagle_jax.serving import engine as engine_module
-from peagle_jax.serving.engine import PagedEngine, ProgramSizes
+from peagle_jax.serving.engine import PagedEngine
 from peagle_jax.serving.engine_protocol import EngineShape
 from peagle_jax.serving.scheduler import Policy, Scheduler
 from peagle_jax.serving.sequence import Request
@@ -105,8 +105,7 @@ def serve(models: Tiny, case: Case, asked: Sequence[Request]) -> tuple[Any, Sche
     )
     pages = case.num_pages or 1 + shape.slots_a_group * shape.pages_a_slot
     shape = dataclasses.replace(shape, num_pages=pages)
-    sizes = ProgramSizes(case.prefill_rows, None)
-    engine = PagedEngine(speculator, placed, shape, mesh=mesh, sizes=sizes)
+    engine = PagedEngine(speculator, placed, shape, mesh=mesh, prefill_rows=case.prefill_rows)
     scheduler = Scheduler(engine, Policy(1, 32), clock=lambda: 0.0)
     for one in asked:
         scheduler.submit(one)

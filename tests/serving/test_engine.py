@@ -17,7 +17,7 @@ from peagle_jax.config import SamplingParams
 from peagle_jax.errors import InputError
 from peagle_jax.mesh_shape import MeshShape
 from peagle_jax.serving import engine as engine_module
-from peagle_jax.serving.engine import PagedEngine, ProgramSizes, make_shape, page_bytes
+from peagle_jax.serving.engine import PagedEngine, make_shape, page_bytes
 from peagle_jax.serving.engine_protocol import Engine, EngineShape
 from peagle_jax.serving.scheduler import Policy, Scheduler
 from peagle_jax.serving.sequence import Finished, Request
@@ -27,7 +27,6 @@ from tests.training.dense_reference import QUICK
 
 EOS = (21, 4)
 CONTEXT = 56  # met by the longest prompts
-ALONE = ProgramSizes(prefill_rows=1, least_width=None)
 EXECUTABLES: dict[Any, Any] = {}  # of all engines here
 
 
@@ -42,7 +41,7 @@ class Case:
     num_pages: int | None = None
     prefill_tokens: int = 64
     steps: int = 2
-    sizes: ProgramSizes = ALONE
+    prefill_rows: int = 1
     draft_sampling: str = "sample"
     lengths: tuple[int, ...] = ()
 
@@ -60,9 +59,7 @@ CASES = {
     "with lookup, few pages": Case("p-eagle+lookup", 3, 4, page_size=4, num_pages=34, steps=2),
     "tree, few pages": Case("p-eagle+tree", 7, 4, page_size=4, num_pages=26, steps=1),
     # Two widths of tables; parts of several prompts together, filled up to 4.
-    "narrow, together": Case(
-        "p-eagle", 3, 6, 8, None, 24, 4, sizes=ProgramSizes(prefill_rows=256, least_width=32)
-    ),
+    "narrow, together": Case("p-eagle", 3, 6, 8, None, 24, 4, prefill_rows=256),
 }
 
 
@@ -141,7 +138,7 @@ def make_engine(models: Tiny, case: Case, context: int = CONTEXT) -> PagedEngine
         speculator,
         models.params(case.method),
         shape,
-        sizes=case.sizes,
+        prefill_rows=case.prefill_rows,
         executables=EXECUTABLES,
     )
 
@@ -219,7 +216,7 @@ def test_tokens_are_those_of_plain_generation(models, plain, case, compilations)
     assert (preemptions > 0) == (case.num_pages is not None)
     # Which parts of prompts come together depends on the arrivals, no program on anything else.
     new = len(EXECUTABLES) - programs
-    assert new == 0 or (case.sizes is not ALONE and new <= 2)
+    assert new == 0 or (case.prefill_rows > 1 and new <= 2)
     if not new:
         assert compilations == []
 
