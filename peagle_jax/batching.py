@@ -71,15 +71,15 @@ class Batch:
         return jnp.asarray(prompts), jnp.asarray(lengths), requests
 
 
-def prompt_bucket(length: int, *, finer: bool = False) -> int:
-    """Powers of two from 64 to the prefill chunk, then chunks doubling in number.
+def prompt_bucket(length: int) -> int:
+    """Powers of two from 64 to the prefill chunk, then chunks doubling in number."""
+    return max(MIN_PROMPT_SIZE, _power_of_two(length))
 
-    finer: sizes half way between them too, for less padding and more programs; for lengths up
-        to the prefill chunk.
-    """
-    size = max(MIN_PROMPT_SIZE, _power_of_two(length))
-    between = size * 3 // 4
-    return between if finer and MIN_PROMPT_SIZE < between >= length else size
+
+def fine_bucket(length: int) -> int:
+    """For less padding and more programs: eighths of a power of two, at least 32 apart."""
+    unit = max(32, _power_of_two(length) // 8)
+    return -(-length // unit) * unit
 
 
 def new_tokens_bucket(count: int) -> int:

@@ -29,6 +29,14 @@ def test_prompt_buckets(length: int, size: int) -> None:
     assert batching.prompt_bucket(length) == size
 
 
+@pytest.mark.parametrize(
+    ("length", "size"),
+    [(1, 32), (33, 64), (65, 96), (130, 160), (257, 320), (512, 512), (513, 640)],
+)
+def test_fine_buckets(length: int, size: int) -> None:
+    assert batching.fine_bucket(length) == size
+
+
 @pytest.mark.parametrize("length", [1, 63, 400, 513, 1500, 4097])
 def test_prompt_buckets_are_whole_chunks(length: int) -> None:
     size = batching.prompt_bucket(length)

@@ -12,7 +12,7 @@ from peagle_jax.bench.cases import Case, Parts, Run
 from peagle_jax.bench.own import check_memory_maps, speculator_of
 from peagle_jax.runner import Pair
 from peagle_jax.serving import sequence
-from peagle_jax.serving.engine import PagedEngine, default_page_size, make_shape
+from peagle_jax.serving.engine import BackendSizes, PagedEngine, make_shape
 from peagle_jax.serving.scheduler import Policy, Scheduler
 from peagle_jax.serving.sequence import Finished
 
@@ -23,7 +23,7 @@ class BatchingEngine:
     def __init__(self, pairs: dict[str, Pair], requests: Sequence[Request]) -> None:
         """Args as `own.OwnEngine` has them."""
         self._pairs, self._requests = pairs, requests
-        self._policy = Policy()
+        self._policy = Policy(steps_a_visit=BackendSizes.here().steps_a_visit)
 
     def prepare(self, case: Case) -> float:
         """Measures the costs of steps where their length is chosen, and answers all prompts once:
@@ -62,7 +62,7 @@ class BatchingEngine:
         shape = make_shape(
             speculator,
             num_slots=case.batch,
-            page_size=default_page_size(),
+            page_size=BackendSizes.here().page_size,
             context=min(longest, speculator.target.max_positions),
             num_pages=None,
             cache_bytes=2**62,  # all slots can be full

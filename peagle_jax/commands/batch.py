@@ -159,7 +159,7 @@ def _answer(args: argparse.Namespace, process: Part, whole: MeshShape | None) ->
 
     from peagle_jax import api
     from peagle_jax.serving.batch import BatchRun
-    from peagle_jax.serving.engine import PagedEngine, default_page_size, make_shape
+    from peagle_jax.serving.engine import BackendSizes, PagedEngine, make_shape
     from peagle_jax.serving.followed import open_results
     from peagle_jax.serving.scheduler import Policy
 
@@ -181,17 +181,19 @@ def _answer(args: argparse.Namespace, process: Part, whole: MeshShape | None) ->
         speculator = api.make_speculator(
             pair, args.method, args.num_draft_tokens, args.draft_sampling, args.verify
         )
+        sizes = BackendSizes.here()
         shape = make_shape(
             speculator,
             num_slots=args.slots // num_groups * team.shape.data,
-            page_size=default_page_size() if args.page_size is None else args.page_size,
+            page_size=sizes.page_size if args.page_size is None else args.page_size,
             context=_context(args, pair.target.max_positions),
             num_pages=args.pages,
             cache_bytes=cache_bytes,
             mesh=team.shape,
         )
         engine = PagedEngine(speculator, pair.params, shape, mesh=mesh, executables=pair.compiled)
-        engine.measure_step_costs(Policy().steps_a_visit)
+        policy = Policy(sizes.steps_a_visit)
+        engine.measure_step_costs(policy.steps_a_visit)
         batch = BatchRun(
             engine,
             pair.tokenizer,
@@ -201,6 +203,7 @@ def _answer(args: argparse.Namespace, process: Part, whole: MeshShape | None) ->
             model_name=_absolute(args.model),
             ordered=args.ordered,
             raw=args.raw,
+            policy=policy,
         )
         requests = read_requests(read_lines(files, shard), params, args.seed)
         with (

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jaxtyping import Float, Int
 
 from peagle_jax import step_costs
-from peagle_jax.batching import prompt_bucket
+from peagle_jax.batching import fine_bucket, prompt_bucket
 from peagle_jax.config import SamplingParams
 from peagle_jax.decoding.generate import PREFILL_CHUNK
 from peagle_jax.decoding.sampling import RequestArrays
@@ -39,15 +39,28 @@ from peagle_jax.serving.pages import NULL_PAGE
 from peagle_jax.sharding import DATA, from_first, spans_processes
 
 
-def default_page_size() -> int:
-    """Positions a page: on TPU what its kernels need for every head size."""
-    return 128 if jax.default_backend() == "tpu" else 32
+@dataclasses.dataclass(frozen=True)
+class BackendSizes:
+    """What suits a backend where a caller does not say.
 
+    page_size: positions a page; TPU kernels need 128 for every head size.
+    prefill_rows: parts of prompts are computed together up to so many rows. On CPU a row costs
+        the same alone and together.
+    steps_a_visit: see `Policy`. On CPU a step takes longer than what the host does between two.
+    """
 
-def prefill_rows_together() -> int:
-    """Parts of prompts are computed together up to so many rows: on CPU rows cost the same alone
-    and together."""
-    return 1 if jax.default_backend() == "cpu" else PREFILL_CHUNK
+    page_size: int
+    prefill_rows: int
+    steps_a_visit: int
+
+    @classmethod
+    def here(cls) -> BackendSizes:
+        """Of the default backend."""
+        backend = jax.default_backend()
+        if backend == "cpu":
+            return cls(page_size=32, prefill_rows=1, steps_a_visit=1)
+        page_size = 128 if backend == "tpu" else 32
+        return cls(page_size, prefill_rows=PREFILL_CHUNK, steps_a_visit=4)
 
 
 class PagedEngine:
@@ -91,7 +104,7 @@ class PagedEngine:
         self.shape = shape
         self.compile_seconds = self.wait_seconds = 0.0
         self._speculator, self._params, self._mesh = speculator, params, mesh
-        self._prefill_rows = prefill_rows or prefill_rows_together()
+        self._prefill_rows = prefill_rows or BackendSizes.here().prefill_rows
         self._executables = {} if executables is None else executables
         self._pools, self._slots = programs.init(speculator, shape, mesh)
 
@@ -102,8 +115,8 @@ class PagedEngine:
         groups, slots = range(self.shape.num_groups), self.shape.slots_a_group
         alike: dict[int, list[list[PrefillChunk]]] = {}
         for chunk in chunks:
-            size = prompt_bucket(len(chunk.tokens), finer=self._prefill_rows == 1)
-            lists = alike.setdefault(size, [[] for _ in groups])
+            bucket = prompt_bucket if self._prefill_rows > 1 else fine_bucket
+            lists = alike.setdefault(bucket(len(chunk.tokens)), [[] for _ in groups])
             lists[chunk.slot // slots].append(chunk)
         for rows, lists in alike.items():
             most = max(1, self._prefill_rows // rows)

@@ -58,7 +58,7 @@ CASES = {
     ),
     "with lookup, few pages": Case("p-eagle+lookup", 3, 4, page_size=4, num_pages=34, steps=2),
     "tree, few pages": Case("p-eagle+tree", 7, 4, page_size=4, num_pages=26, steps=1),
-    # Two widths of tables; parts of several prompts together, filled up to 4.
+    # Parts of several prompts together, filled up to 4.
     "narrow, together": Case("p-eagle", 3, 6, 8, None, 24, 4, prefill_rows=256),
 }
 
