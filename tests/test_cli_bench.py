@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import sys
 
 import jax
 import pytest
@@ -96,6 +97,35 @@ def test_transformers_beside_it(bench) -> None:
     ]
     assert peers[0]["tokens"] == 3 * NEW
     assert peers[0]["speedup"] > 0
+
+
+def test_continuous_batching_beside_it(bench, folders) -> None:
+    _, printed = bench(
+        "--methods", "none,p-eagle", "--num-draft-tokens", "2", "--repeats", "1", "--batch", "2",
+        "--drafter", folders["p-eagle"], "--peers", "peagle_batch", "--json", "--no-plot",
+    )  # fmt: skip
+    lines = {(one["peer"], one["method"]): one for one in json.loads(printed.out)["results"]}
+    plain, drafted = lines["peagle_batch", "none"], lines["peagle_batch", "p-eagle"]
+    assert plain["identical"] == drafted["identical"] == plain["prompts"] == 3
+    assert plain["tokens"] == drafted["tokens"] == 3 * NEW
+    assert plain["acceptance_length"] is None
+    own = lines["peagle_jax", "p-eagle"]["acceptance_length"]
+    assert drafted["acceptance_length"] == pytest.approx(own, abs=0.2)
+
+
+def test_llama_cpp_reads_gguf_alone(bench, tmp_path) -> None:
+    (tmp_path / "llama_cpp").mkdir()
+    (tmp_path / "llama_cpp" / "__init__.py").write_text("")
+    lookup = "LlamaPromptLookupDecoding = None"
+    (tmp_path / "llama_cpp" / "llama_speculative.py").write_text(lookup)
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    _, printed = bench(
+        "--methods", "none", "--repeats", "1", "--peers", "llama.cpp", "--peer-python",
+        f"llama.cpp={python}", "--json", "--no-plot",
+    )  # fmt: skip
+    assert "llama.cpp: ValueError: it reads GGUF files alone, found " in printed.err
 
 
 def test_a_peer_that_is_not_there_is_left_out(bench, tmp_path) -> None:

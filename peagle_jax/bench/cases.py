@@ -20,6 +20,7 @@ PEER_METHODS = {
     BATCHING: METHODS,
     "transformers": ("none", "prompt-lookup"),
     "vllm": ("none", "p-eagle", "eagle3", "prompt-lookup"),
+    "llama.cpp": ("none", "prompt-lookup"),
 }
 
 

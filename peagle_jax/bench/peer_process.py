@@ -20,10 +20,12 @@ PROGRAMS = Path(__file__).resolve().parent / "peers"
 class PeerSettings:
     """What every peer is told before its first case.
 
+    source: the target's file or folder as the user has it.
     target, drafters: folders in the Hugging Face and vLLM layouts; drafters by method.
     prompts: token ids. threads: for matrix products.
     """
 
+    source: str
     target: str
     drafters: dict[str, str]
     dtype: str
@@ -41,7 +43,7 @@ class PeerProcess:
         """log: where the program's own output goes. python: its interpreter, None = this one."""
         self._peer = peer
         self._program = subprocess.Popen(
-            [python or sys.executable, str(PROGRAMS / f"{peer}.py")],
+            [python or sys.executable, str(PROGRAMS / f"{peer.replace('.', '_')}.py")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,

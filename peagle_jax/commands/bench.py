@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="",
         metavar="P,..",
         help="some of peagle_batch (the engine of peagle batch, with as many slots as the batch "
-        "size), transformers, vllm; one that is not installed is left out",
+        "size), transformers, vllm, llama.cpp; one that is not installed is left out",
     )
     peers.add_argument(
         "--peer-python",
@@ -260,6 +260,7 @@ def _peers(
         longest = max(len(request.token_ids) for request in requests)
         most = max(k for case in cases if isinstance(k := case.num_draft_tokens, int))
         told = PeerSettings(
+            str(locate(args.model)),
             target,
             exported,
             pair.dtype,
