@@ -292,6 +292,7 @@ WORKLOADS: tuple[Workload, ...] = (
     draw("draw b8, draft vocabulary", 8, 8, 32000, ids=True),
     reject("reject b8", 8, 7, 128256, sampled=False),
     reject("reject b8, sampled drafts", 8, 7, 128256, sampled=True),
+    packed("decode b1, 4 rows", 4),
     packed("verify b1, 36 rows", 36),
     packed("verify b8, 288 rows", 288),
     packed("prefill, 2048 rows", 2048, bound=None),
