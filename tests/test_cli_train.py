@@ -257,3 +257,28 @@ def test_a_loss_that_is_not_finite_exits_1(train, tmp_path, capsys):
     assert "the batch held " in error
     assert "answers.jsonl:" in error
     assert "the last good checkpoint is " in error
+
+
+def test_a_few_answers_are_learnt_by_heart(inputs, tmp_path, capsys):
+    """Distilled, trained on and decoded: nearly every step then yields K + 1 tokens."""
+    prompts, answers, run = (tmp_path / name for name in ("p.jsonl", "answers", "run"))
+    lines = [json.dumps({"token_ids": [3 + i, 9 + 5 * i, 40 - 7 * i]}) for i in range(4)]
+    prompts.write_text("\n".join(lines))
+    model = ["--model", str(inputs / "target")]
+    asked = ["--prompts", str(prompts), "--max-new-tokens", "25"]
+    assert cli.main(["distill", *model, *asked, "--out", str(answers)]) == 0
+    settings = ["train.steps=300", "data.epochs=300", "data.batch=4", "drafter.draft_vocab_size=64"]
+    settings += ["checkpoint.every=1000"]
+    overrides = [part for one in settings for part in ("--set", one)]
+    config = ["--config", str(inputs / "c.toml"), "--data", str(answers), "--out", str(run)]
+    assert cli.main(["train", *model, *config, *overrides]) == 0
+    lengths = []
+    for drafter in (run / "initial", run):
+        capsys.readouterr()
+        options = ["--drafter", str(drafter), "--num-draft-tokens", "3", "--json"]
+        assert cli.main(["eval", *model, *asked, *options]) == 0
+        (result,) = json.loads(capsys.readouterr().out)["results"]
+        lengths.append(result["acceptance_length"])
+    before, after = lengths
+    assert before < 2
+    assert after > 3.6

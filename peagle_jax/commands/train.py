@@ -103,6 +103,8 @@ def as_json(summary: Summary, folder: Path) -> dict[str, Any]:
 def line(summary: Summary, folder: Path) -> str:
     """The statistics as a person reads them."""
     text = f"step {summary.step} of {summary.steps}"
+    if summary.loss is None and summary.signal is None:
+        text = f"nothing left to train at step {summary.step}: more train.steps go on from there"
     if summary.loss is not None:
         rates = " ".join(f"{rate:.2f}" for rate in summary.accuracy_per_depth)
         text += (

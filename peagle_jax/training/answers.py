@@ -227,9 +227,12 @@ def parse_answer(line: bytes, where: str, vocab_size: int) -> Answer:
     """
     try:
         found = json.loads(line)
-    except ValueError as error:  # also for bytes that are not UTF-8
-        cut = "" if line.endswith(b"\n") else "; it was cut short: distil into this folder again"
-        raise InputError(f"{where}: found {one_line(error)}, expected JSON{cut}") from None
+    except ValueError:  # also for bytes that are not UTF-8
+        text = line.decode(errors="replace").strip()
+        shown = repr(text[:40]) if text else "a blank line"
+        whole = line.endswith(b"\n") or not text.startswith("{")
+        cut = "" if whole else "; it was cut short: distil into this folder again"
+        raise InputError(f"{where}: found {shown}, expected JSON{cut}") from None
     if not isinstance(found, dict):
         raise InputError(f"{where}: found a {type(found).__name__}, expected a JSON object")
     for name, check, expected in _ANSWER_FIELDS:
