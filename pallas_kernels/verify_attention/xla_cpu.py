@@ -158,8 +158,9 @@ def _join(one: _Part, other: _Part) -> _Part:
 def _nothing(queries: _Queries, parts: int) -> _Part:
     """No slots."""
     shape = (parts, *queries.rows.shape[1:])
-    # Not a constant: those of all layers would be one, and copied for each.
-    zero = 0 * queries.rows[0, 0, 0, 0].astype(jnp.float32)
+    # Zero, also where a query is no number, but no constant: those of all layers would be one, and
+    # copied for each.
+    zero = (queries.rows[0, 0, 0, 0] > jnp.inf).astype(jnp.float32)
     return _Part(
         jnp.broadcast_to(zero + MASKED, shape[:-1]),
         jnp.broadcast_to(zero, shape[:-1]),
@@ -208,9 +209,11 @@ def _together(attend: Any, queries: _Queries, table: Array, first: Array, last: 
     turns = (ends[-1] + size - 1) // size
     parts = jax.lax.fori_loop(0, turns, some, _nothing(queries, item.shape[0]))
     place = (ends - counts)[:, None] + jnp.arange(most, dtype=first.dtype)
-    mine = jnp.arange(most) < counts[:, None]
-    highest = jnp.where(mine[..., None, None], parts.highest[place], MASKED)
+    mine = (jnp.arange(most) < counts[:, None])[..., None, None]
+    # What stands behind a sequence's parts is its neighbour's, and may be no number.
+    highest = jnp.where(mine, parts.highest[place], MASKED)
+    total = jnp.where(mine, parts.total[place], 0)
+    out = jnp.where(mine[..., None], parts.out[place], 0)
     top = jnp.max(highest, axis=1)
-    share = jnp.where(mine[..., None, None], jnp.exp(highest - top[:, None]), 0)
-    total = jnp.sum(share * parts.total[place], axis=1)
-    return _Part(top, total, jnp.sum(share[..., None] * parts.out[place], axis=1))
+    share = jnp.exp(highest - top[:, None])
+    return _Part(top, jnp.sum(share * total, axis=1), jnp.sum(share[..., None] * out, axis=1))

@@ -115,6 +115,7 @@ class PagedEngine:
         groups, slots = range(self.shape.num_groups), self.shape.slots_a_group
         alike: dict[int, list[list[PrefillChunk]]] = {}
         for chunk in chunks:
+            # Where nothing is computed together, what padding costs is all that sizes are for.
             bucket = prompt_bucket if self._prefill_rows > 1 else fine_bucket
             lists = alike.setdefault(bucket(len(chunk.tokens)), [[] for _ in groups])
             lists[chunk.slot // slots].append(chunk)

@@ -189,6 +189,20 @@ class TestVerifyAttention(KernelContract):
         got = jax.jit(lambda arrays: call.bound("xla_cpu")(**arrays))(dict(call.arrays))
         assert_close(got, call.expected())
 
+    @pytest.mark.parametrize("rows", [2, 40])
+    def test_what_is_no_number_stays_in_its_sequence(self, rows):
+        build = attention(3, rows, 4, 2, 64, 480, page=32, starts=(300, 150, 10))
+        call = build(np.random.default_rng(5), jnp.float32)
+        run = jax.jit(lambda arrays: call.bound("xla_cpu")(**arrays))
+        want = np.asarray(call.expected())
+        for bad in range(3):
+            arrays = dict(call.arrays)
+            arrays["q"] = arrays["q"].at[bad].set(jnp.nan)
+            got = np.asarray(run(arrays))
+            assert np.isnan(got[bad]).all()
+            others = np.arange(3) != bad
+            np.testing.assert_allclose(got[others], want[others], 1e-5, 1e-5)
+
     def test_heuristic_blocks_equal_the_reference(self, implementation):
         call = attention(1, 4, 4, 2, 128, 128)(np.random.default_rng(0), jnp.float32)
         call = Call(call.function, call.arrays, call.clean)
