@@ -29,7 +29,8 @@ def commit(
 
     `features` are the target's of the verified rows, the first at position
     `length`; `length` moves on past all but the newest confirmed token. `asked`: the drafter
-    has seen what was pending; otherwise new rows come behind it, where there must be room.
+    has seen what was pending; otherwise new rows come behind it, where there must be room, but for
+    sequences that gave up drafting.
 
     eos_token_ids: end a sequence that does not ignore them. keeps_history: there is one.
     """
@@ -58,7 +59,7 @@ def commit(
             history, verified.tokens, state.length + 1
         )
     last = jnp.take_along_axis(verified.tokens, verified.count[:, None] - 1, axis=1)[:, 0]
-    unseen = jnp.where(asked, 0, state.pending_count)
+    unseen = jnp.where(asked | state.gave_up, 0, state.pending_count)
     place = jax.vmap(lambda rows, new, at: jax.lax.dynamic_update_slice_in_dim(rows, new, at, 0))
     width = state.pending_features.shape[-1]
     moved = dataclasses.replace(

@@ -9,6 +9,7 @@ are for positions n + 1 .. n + K.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from peagle_jax.config import DraftSampling, Method, Verification, looks_up, needs_drafter
-from peagle_jax.decoding import draft_tree, sampling
+from peagle_jax.decoding import draft_length, draft_tree, sampling
 from peagle_jax.decoding.draft_tree import DraftTree
 from peagle_jax.decoding.networks import Networks
 from peagle_jax.decoding.prompt_lookup import SURE_NGRAM, look_up
@@ -91,8 +92,9 @@ class Drafting:
             return Drafted(found, state.draft_cache, jnp.bool_(True))
         sure = shared >= SURE_NGRAM
 
-        def ask() -> Drafted:
-            drafted = self._by_network(state, requests, drawn)
+        def ask(resting: Drafted) -> Drafted:
+            before = dataclasses.replace(state, draft_cache=resting.cache)
+            drafted = self._by_network(before, requests, drawn)
             assert drafted.logits is None, "drafts that were looked up are samples of nothing"
             tokens = jnp.where(sure[:, None], found, drafted.tokens)
             return dataclasses.replace(drafted, tokens=tokens)
@@ -102,8 +104,7 @@ class Drafting:
         most = state.pending_tokens.shape[1] - (self.num_draft_tokens + 1)
         rests = jnp.all(state.finished | (sure & (state.pending_count <= most)))
         resting = Drafted(found, state.draft_cache, jnp.bool_(False))
-        drafted: Drafted = jax.lax.cond(rests, lambda: resting, ask)
-        return drafted
+        return draft_length.switch(jnp.where(rests, 1, 0), [ask], resting)
 
     def _tree(self, state: DecodeState, requests: RequestArrays, drawn: Draws) -> Drafted:
         """`num_nodes` tokens for every sequence."""
@@ -134,8 +135,9 @@ class Drafting:
         return Drafted(drafts, cache, jnp.bool_(True), logits)
 
     def _one_pass(self, state: DecodeState) -> tuple[Float[Array, "batch drafts hidden"], Cache]:
-        few = max(1, ROW_TILE - (self.num_draft_tokens - 1))
-        return self._in_few_rows(state, few, self._parallel_pass)
+        batch, masks = state.pending_count.shape[0], self.num_draft_tokens - 1
+        tiled = -(-batch * (1 + masks) // ROW_TILE) * ROW_TILE
+        return self._in_few_rows(state, max(1, tiled // batch - masks), self._parallel_pass)
 
     def _in_few_rows(
         self, state: DecodeState, few: int, run: Callable[..., tuple[Array, Cache]]
@@ -148,9 +150,20 @@ class Drafting:
         few = min(few, rows)
         confirmed = max(self.num_draft_tokens, self.num_nodes) + 1
         sizes = sorted({few, min(rows, max(few, confirmed)), rows})
+        if len(sizes) == 1:
+            return run(state, m, rows)
         place = jnp.sum(jnp.max(m) > jnp.array(sizes[:-1], jnp.int32))
-        branches = [lambda most=most: run(state, jnp.minimum(m, most), most) for most in sizes]
-        return jax.lax.switch(place, branches) if len(sizes) > 1 else branches[0]()
+
+        def branch(most: int, before: tuple[Array, Cache]) -> tuple[Array, Cache]:
+            kept = dataclasses.replace(state, draft_cache=before[1])
+            return run(kept, jnp.minimum(m, most), most)
+
+        # Nothing, of the shape of what comes.
+        shape = jax.eval_shape(lambda: run(state, m, rows)[0])
+        none = jnp.zeros(shape.shape, shape.dtype)
+        assert state.draft_cache is not None
+        branches = [functools.partial(branch, most) for most in sizes]
+        return draft_length.switch(place, branches, (none, state.draft_cache))
 
     def _parallel_pass(
         self, state: DecodeState, m: Int[Array, "batch"], most: int

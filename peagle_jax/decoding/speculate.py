@@ -103,6 +103,13 @@ class Speculator:
         return self.num_draft_tokens > 0
 
     @property
+    def without_drafts(self) -> Speculator:
+        """Plain decoding by the same target."""
+        return dataclasses.replace(
+            self, drafter=None, method="none", num_draft_tokens=0, lengths=()
+        )
+
+    @property
     def pending_rows(self) -> int:
         """Rows of `DecodeState.pending_tokens`: as many tokens as can be confirmed between two
         drafts, which are K+1 where every step drafts."""
@@ -167,6 +174,7 @@ class Speculator:
             num_drafts=zeros(),
             num_draft_tokens=zeros(),
             accepted_per_position=zeros(k),
+            gave_up=zeros(dtype=bool),
             rates=jnp.full((batch, k if self.lengths else 0), FIRST_RATE, jnp.float32),
             step_costs=jnp.ones(len(self.lengths)) if step_costs is None else step_costs,
         )
@@ -177,9 +185,11 @@ class Speculator:
         """Draft, verify and commit once, for every row that is not finished."""
         if not self.lengths:
             return self._step(params, state, requests, self.num_draft_tokens)
-        active = ~state.finished
-        full = jnp.any(active & (state.pending_count >= self.pending_rows))
-        choice = draft_length.choose(state.rates, active, full, state.step_costs, self.lengths)
+        full = state.pending_count >= self.pending_rows
+        choice, gives_up = draft_length.choose(
+            state.rates, ~state.finished, state.gave_up, full, state.step_costs, self.lengths
+        )
+        state = dataclasses.replace(state, gave_up=state.gave_up | gives_up)
         if drafts_tree(self.method):
             return self._tree_step(params, state, requests, choice > 0)
 
@@ -221,7 +231,9 @@ class Speculator:
             state, drafted = draft_length.switch(chosen, [some], (state, nothing))
         assert drafted.tree is not None
         sizes, costs = self.lengths[1:], state.step_costs[1:]
-        nodes = draft_length.choose_nodes(drafted.tree.scores, ~state.finished, costs, sizes)
+        nodes = draft_length.choose_nodes(
+            drafted.tree.scores, ~state.finished, state.gave_up, costs, sizes
+        )
 
         def confirm(nodes: int, state: DecodeState) -> DecodeState:
             some = dataclasses.replace(drafted.best(nodes), cache=state.draft_cache)
@@ -278,7 +290,8 @@ class Speculator:
                 accepted_per_position=state.accepted_per_position + accepted,
             )
             if self.lengths:
-                rates = draft_length.observe(state.rates, stood, k, active)
+                drafting = active & ~state.gave_up
+                rates = draft_length.observe(state.rates, stood, k, drafting)
                 state = dataclasses.replace(state, rates=rates)
             return self.commit(state, requests, verified, out.features, drafted.asked)
 

@@ -30,6 +30,7 @@ class DecodeState:
     num_drafts: verification steps that had drafts.
     num_draft_tokens: their drafts.
     accepted_per_position: of those steps, how many accepted the draft at each position.
+    gave_up: rows whose drafter is not fed any more, see `draft_length`.
     rates, step_costs: what draft lengths are chosen by, see `draft_length`. Of width 0 where
       the length is fixed.
     """
@@ -49,5 +50,6 @@ class DecodeState:
     num_drafts: Int[Array, "batch"]
     num_draft_tokens: Int[Array, "batch"]
     accepted_per_position: Int[Array, "batch drafts"]
+    gave_up: Bool[Array, "batch"]
     rates: Float[Array, "batch rates"]
     step_costs: Float[Array, "lengths"]

@@ -191,12 +191,15 @@ def _programs(
 
     chunks: Any = {name: array(groups) for name in ("slot", "start", "counts")}
     chunks |= {name: array(groups, PREFILL_CHUNK) for name in ("tokens", "following")}
+    chunks["ends"] = array(groups, dtype=bool)
     chunk = ChunkArrays(**chunks, tables=array(groups, shape.pages_a_slot))
-    yield device.prefill, (params, pools, state, chunk), {}
-    new = InsertionArrays(array(job.slots, dtype=bool), array(job.slots), state.requests)
+    yield device.prefill, (params, pools, state, chunk), {"drafts": True}
+    some = array(job.slots, dtype=bool)
+    new = InsertionArrays(some, array(job.slots), some, some, state.requests)
     yield device.insert, (params, state, new), {}
     tables = array(job.slots, shape.pages_a_slot)
-    yield device.step, (params, pools, state, tables), {"num_steps": Policy().steps_a_visit}
+    steps = Policy().steps_a_visit
+    yield device.step, (params, pools, state, tables), {"num_steps": steps, "drafts": True}
 
 
 def _placed(abstract: Any, shardings: Any) -> Any:

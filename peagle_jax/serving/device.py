@@ -18,7 +18,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from peagle_jax.decoding import sampling
-from peagle_jax.decoding.draft_length import FIRST_RATE
+from peagle_jax.decoding.draft_length import FIRST_RATE, HOPED_RATE, worth_drafting
 from peagle_jax.decoding.generate import run_steps
 from peagle_jax.decoding.sampling import RequestArrays
 from peagle_jax.decoding.speculate import Speculator
@@ -55,6 +55,7 @@ class SlotState:
     history: Int[Array, "slots history"]
     finished: Bool[Array, "slots"]
     hit_eos: Bool[Array, "slots"]
+    gave_up: Bool[Array, "slots"]
     rates: Float[Array, "slots rates"]
     step_costs: Float[Array, "lengths"]
     fresh: Bool[Array, "slots"]
@@ -71,6 +72,19 @@ _SHARED = (
     "history",
     "finished",
     "hit_eos",
+    "gave_up",
+    "rates",
+    "step_costs",
+)
+
+
+# What plain decoding does not know of.
+_OF_DRAFTS = (
+    "pending_tokens",
+    "pending_features",
+    "pending_count",
+    "history",
+    "gave_up",
     "rates",
     "step_costs",
 )
@@ -78,10 +92,12 @@ _SHARED = (
 
 @struct.dataclass
 class ChunkArrays:
-    """Parts of prompts. Of a sequence that fills the batch up, `slot` is past all slots.
+    """Parts of prompts, several of one prompt among them. Of one that fills the batch up, `slot` is
+    past all slots.
 
     following: the token after each, 0 where it is not known.
     counts: how many rows are real.
+    ends: the part ends with the last position that is known of its sequence.
     """
 
     slot: Int[Array, "batch"]
@@ -89,6 +105,7 @@ class ChunkArrays:
     following: Int[Array, "batch rows"]
     start: Int[Array, "batch"]
     counts: Int[Array, "batch"]
+    ends: Bool[Array, "batch"]
     tables: Int[Array, "batch pages"]
 
 
@@ -96,11 +113,13 @@ class ChunkArrays:
 class InsertionArrays:
     """Sequences that begin to decode, in the rows of their slots; other rows hold anything.
 
-    length: tokens of the prompt.
+    length: tokens of the prompt. drafts, anew: as in `Insertion`.
     """
 
     mask: Bool[Array, "slots"]
     length: Int[Array, "slots"]
+    drafts: Bool[Array, "slots"]
+    anew: Bool[Array, "slots"]
     requests: RequestArrays
 
 
@@ -138,7 +157,8 @@ def init(
         history=zeros(speculator.history_size(context)),
         finished=zeros(dtype=bool),
         hit_eos=zeros(dtype=bool),
-        rates=zeros(k if speculator.lengths else 0, dtype=jnp.float32),
+        gave_up=zeros(dtype=bool),
+        rates=FIRST_RATE + zeros(k if speculator.lengths else 0, dtype=jnp.float32),
         step_costs=jnp.ones(len(speculator.lengths)),
         fresh=zeros(dtype=bool),
         last_hidden=zeros(speculator.target.block.hidden_size, dtype=dtype),
@@ -149,12 +169,20 @@ def init(
 
 @jax.named_scope("prefill")
 def prefill(
-    params: Params, pools: Pools, slots: SlotState, chunks: ChunkArrays, *, speculator: Speculator
+    params: Params,
+    pools: Pools,
+    slots: SlotState,
+    chunks: ChunkArrays,
+    *,
+    speculator: Speculator,
+    drafts: bool,
 ) -> tuple[Pools, SlotState]:
-    """Parts of prompts through both networks."""
+    """Parts of prompts through both networks, or without `drafts` through the target."""
     target = PagedKVCache(pools.target, chunks.tables, MODEL)
     drafter = PagedKVCache(pools.drafter, chunks.tables)
-    out, drafted = speculator.prefill_chunk(
+    with_drafter = drafts and speculator.drafter is not None
+    used = speculator if with_drafter else speculator.without_drafts
+    out, drafted = used.prefill_chunk(
         params, target, drafter, chunks.tokens, chunks.following, chunks.start, chunks.counts
     )
     row = jnp.maximum(chunks.counts - 1, 0)[:, None, None]
@@ -163,9 +191,10 @@ def prefill(
         return jnp.take_along_axis(values, row, axis=1)[:, 0]
 
     pending = slots.pending_features
-    if speculator.drafter:
-        pending = pending.at[chunks.slot, 0].set(last(out.features), mode="drop")
-    hidden = slots.last_hidden.at[chunks.slot].set(last(out.hidden), mode="drop")
+    ending = jnp.where(chunks.ends, chunks.slot, slots.length.shape[0])
+    if with_drafter:
+        pending = pending.at[ending, 0].set(last(out.features), mode="drop")
+    hidden = slots.last_hidden.at[ending].set(last(out.hidden), mode="drop")
     history = slots.history
     if history.shape[1]:
         place = chunks.start[:, None] + jnp.arange(chunks.tokens.shape[1])
@@ -173,7 +202,7 @@ def prefill(
     slots = dataclasses.replace(
         slots, pending_features=pending, history=history, last_hidden=hidden
     )
-    return _pools(out.cache, drafted), slots
+    return _pools(pools, out.cache, drafted), slots
 
 
 @jax.named_scope("insert")
@@ -194,6 +223,7 @@ def insert(
         _decode_state(slots, KVCache(()), None, 1, speculator.num_draft_tokens),
         length=jnp.where(mask, new.length - 1, slots.length),
         finished=~mask,
+        gave_up=jnp.where(mask, ~new.drafts, slots.gave_up),
         emitted=jnp.zeros_like(slots.length),
     )
     state = speculator.commit(
@@ -207,7 +237,7 @@ def insert(
         _slot_state(slots, state),
         finished=jnp.where(mask, state.finished, slots.finished),
         fresh=slots.fresh | mask,
-        rates=jnp.where(mask[:, None], FIRST_RATE, slots.rates),
+        rates=jnp.where((mask & new.anew)[:, None], HOPED_RATE, slots.rates),
         requests=requests,
     )
 
@@ -220,48 +250,66 @@ def step(
     *,
     speculator: Speculator,
     num_steps: int,
+    drafts: bool,
 ) -> tuple[Pools, SlotState, Int[Array, "slots packed"]]:
-    """At most `num_steps` speculative steps, fewer once every row is finished.
+    """At most `num_steps` speculative steps, fewer once every row is finished; without `drafts`
+    steps of plain decoding, which leave what the drafter has as it is.
 
     The last result is all that the host is told, in one array; see `unpack`.
     """
+    used, before = speculator, slots
+    if not drafts:
+        used, slots = speculator.without_drafts, _without_drafts(slots)
+    k = used.num_draft_tokens
     state = _decode_state(
         slots,
         PagedKVCache(pools.target, tables, MODEL),
-        PagedKVCache(pools.drafter, tables) if speculator.drafts else None,
-        1 + num_steps * (speculator.num_draft_tokens + 1),
-        speculator.num_draft_tokens,
+        PagedKVCache(pools.drafter, tables) if used.drafts else None,
+        1 + num_steps * (k + 1),
+        k,
     )
-    state = run_steps(params, state, slots.requests, speculator, num_steps)
+    state = run_steps(params, state, slots.requests, used, num_steps)
     left = slots.requests.max_new_tokens - state.emitted
+    slots = dataclasses.replace(
+        _slot_state(slots, state),
+        fresh=jnp.zeros_like(slots.fresh),
+        requests=dataclasses.replace(slots.requests, max_new_tokens=left),
+    )
+    if not drafts:
+        kept: dict[str, Any] = {name: getattr(before, name) for name in _OF_DRAFTS}
+        slots = dataclasses.replace(slots, **kept)
+    worth = jnp.bool_(True)
+    if speculator.lengths:
+        worth = worth_drafting(slots.rates, slots.step_costs, speculator.lengths)
     columns = (
         state.emitted,
         state.finished,
         state.hit_eos,
         state.num_drafts,
         state.num_draft_tokens,
+        state.gave_up,
+        jnp.broadcast_to(worth, state.emitted.shape),
     )
+    accepted = state.accepted_per_position
     packed = jnp.concatenate(
         [
             *(column[:, None].astype(jnp.int32) for column in columns),
-            state.accepted_per_position,
+            jnp.pad(accepted, ((0, 0), (0, speculator.num_draft_tokens - k))),
             state.output,
         ],
         axis=1,
     )
-    slots = dataclasses.replace(
-        _slot_state(slots, state),
-        fresh=jnp.zeros_like(slots.fresh),
-        requests=dataclasses.replace(slots.requests, max_new_tokens=left),
+    return _pools(pools, state.target_cache, state.draft_cache), slots, packed
+
+
+def unpack(packed: Any, num_draft_tokens: int) -> tuple[StepResults, bool]:
+    """What `step` packed, on the host, and whether new sequences should draft."""
+    counts, finished, hit_eos, num_drafts, drafted, gave_up, worth = packed[:, :7].T
+    accepted, tokens = np.split(packed[:, 7:], [num_draft_tokens], axis=1)
+    results = StepResults(
+        tokens, counts, finished != 0, hit_eos != 0, num_drafts, drafted, accepted, gave_up != 0
     )
-    return _pools(state.target_cache, state.draft_cache), slots, packed
-
-
-def unpack(packed: Any, num_draft_tokens: int) -> StepResults:
-    """What `step` packed, on the host."""
-    counts, finished, hit_eos, num_drafts, drafted = packed[:, :5].T
-    accepted, tokens = np.split(packed[:, 5:], [num_draft_tokens], axis=1)
-    return StepResults(tokens, counts, finished != 0, hit_eos != 0, num_drafts, drafted, accepted)
+    return results, bool(worth.any())
 
 
 def free(slots: SlotState, mask: Bool[Array, "slots"]) -> SlotState:
@@ -307,5 +355,19 @@ def _slot_state(slots: SlotState, state: DecodeState) -> SlotState:
     return dataclasses.replace(slots, **shared)
 
 
-def _pools(target: Any, drafter: Any) -> Pools:
-    return Pools(target.pages, drafter.pages if drafter is not None else ())
+def _pools(before: Pools, target: Any, drafter: Any) -> Pools:
+    """What networks have left; without a drafter's its pages are those before."""
+    return Pools(target.pages, before.drafter if drafter is None else drafter.pages)
+
+
+def _without_drafts(slots: SlotState) -> SlotState:
+    """As plain decoding has them."""
+    num_slots = slots.length.shape[0]
+    return dataclasses.replace(
+        slots,
+        pending_tokens=jnp.zeros((num_slots, 1), jnp.int32),
+        pending_features=slots.pending_features[:, :1, :0],
+        history=slots.history[:, :0],
+        rates=slots.rates[:, :0],
+        step_costs=slots.step_costs[:0],
+    )

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Float, Int
@@ -19,6 +20,7 @@ from jaxtyping import Float, Int
 from peagle_jax import step_costs
 from peagle_jax.batching import fine_bucket, prompt_bucket
 from peagle_jax.config import SamplingParams
+from peagle_jax.decoding.draft_length import FIRST_RATE, HOPED_RATE, worth_drafting
 from peagle_jax.decoding.generate import PREFILL_CHUNK
 from peagle_jax.decoding.sampling import RequestArrays
 from peagle_jax.decoding.speculate import Speculator
@@ -44,13 +46,16 @@ class BackendSizes:
     """What suits a backend where a caller does not say.
 
     page_size: positions a page; TPU kernels need 128 for every head size.
-    prefill_rows: parts of prompts are computed together up to so many rows. On CPU a row costs
-        the same alone and together.
+    prefill_rows: parts of prompts are computed together up to so many rows.
+    piece_rows: parts are cut into pieces of so many rows, of which any number are computed
+        together, so that hardly a row is padding; None = each part as a whole, beside others of
+        like length. On CPU the time of padding counts, elsewhere the number of programs.
     steps_a_visit: see `Policy`. On CPU a step takes longer than what the host does between two.
     """
 
     page_size: int
     prefill_rows: int
+    piece_rows: int | None
     steps_a_visit: int
 
     @classmethod
@@ -58,9 +63,31 @@ class BackendSizes:
         """Of the default backend."""
         backend = jax.default_backend()
         if backend == "cpu":
-            return cls(page_size=32, prefill_rows=1, steps_a_visit=1)
+            return cls(page_size=32, prefill_rows=PREFILL_CHUNK, piece_rows=16, steps_a_visit=1)
         page_size = 128 if backend == "tpu" else 32
-        return cls(page_size, prefill_rows=PREFILL_CHUNK, steps_a_visit=4)
+        return cls(page_size, prefill_rows=PREFILL_CHUNK, piece_rows=None, steps_a_visit=4)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Piece:
+    """What of a prompt is one row of a batch; `ends`: its chunk ends with it."""
+
+    chunk: PrefillChunk
+    ends: bool = True
+
+    @classmethod
+    def all_of(cls, chunk: PrefillChunk, rows: int) -> Iterator[_Piece]:
+        """Pieces of so many rows, the last one perhaps of fewer."""
+        count = len(chunk.tokens)
+        for begin in range(0, count, rows):
+            stop, ends = begin + rows, begin + rows >= count
+            piece = dataclasses.replace(
+                chunk,
+                start=chunk.start + begin,
+                tokens=chunk.tokens[begin:stop],
+                following=chunk.following if ends else int(chunk.tokens[stop]),
+            )
+            yield cls(piece, ends)
 
 
 class PagedEngine:
@@ -68,6 +95,7 @@ class PagedEngine:
 
     Attributes:
         shape: fixed sizes.
+        worth_drafting, worth_trying: see the protocol.
         compile_seconds: time that compiling has taken.
         wait_seconds: time that `fetch` has waited for the device.
     """
@@ -79,15 +107,14 @@ class PagedEngine:
         shape: EngineShape,
         *,
         mesh: Mesh | None = None,
-        prefill_rows: int | None = None,
+        sizes: BackendSizes | None = None,
         executables: dict[Any, Any] | None = None,
     ) -> None:
         """Args:
             mesh: of `sharding.make_inference_mesh`; the parameters lie on it as
                 `decoding.placement` says, and the shape's groups are its `data`. None = the
                 default device.
-            prefill_rows: parts of prompts are computed together up to so many rows; None = as
-                suits the backend.
+            sizes: how prefill is cut; None = as suits the backend.
             executables: where compiled programs are kept and looked for, such as
                 `Pair.compiled`; engines of one shape can share them.
 
@@ -102,9 +129,10 @@ class PagedEngine:
         if (shape.num_groups, shape.num_draft_tokens) != (groups, speculator.num_draft_tokens):
             raise ValueError(f"{shape} is for other engines than one of {speculator} on {mesh}")
         self.shape = shape
+        self.worth_drafting = self.worth_trying = True
         self.compile_seconds = self.wait_seconds = 0.0
         self._speculator, self._params, self._mesh = speculator, params, mesh
-        self._prefill_rows = prefill_rows or BackendSizes.here().prefill_rows
+        self._sizes = sizes or BackendSizes.here()
         self._executables = {} if executables is None else executables
         self._pools, self._slots = programs.init(speculator, shape, mesh)
 
@@ -113,23 +141,27 @@ class PagedEngine:
     def prefill(self, chunks: Sequence[PrefillChunk]) -> None:
         """Computes parts of prompts, of different slots."""
         groups, slots = range(self.shape.num_groups), self.shape.slots_a_group
-        alike: dict[int, list[list[PrefillChunk]]] = {}
+        cut = self._sizes.piece_rows
+        alike: dict[tuple[int, bool], list[list[_Piece]]] = {}
         for chunk in chunks:
-            # Where nothing is computed together, what padding costs is all that sizes are for.
-            bucket = prompt_bucket if self._prefill_rows > 1 else fine_bucket
-            lists = alike.setdefault(bucket(len(chunk.tokens)), [[] for _ in groups])
-            lists[chunk.slot // slots].append(chunk)
-        for rows, lists in alike.items():
-            most = max(1, self._prefill_rows // rows)
+            rows = cut or prompt_bucket(len(chunk.tokens))
+            lists = alike.setdefault((rows, chunk.drafts), [[] for _ in groups])
+            lists[chunk.slot // slots] += _Piece.all_of(chunk, rows)
+        for (rows, drafts), lists in alike.items():
+            most = max(1, self._sizes.prefill_rows // rows)
             while longest := max(map(len, lists)):
-                # Two sizes of batches are compiled, the largest and one.
-                size = most if longest > most // 2 else 1
-                self._prefill([of_group[:size] for of_group in lists], size, rows)
+                if cut:
+                    size = min(most, -(-fine_bucket(longest * rows) // rows))
+                else:
+                    # Two sizes of batches are compiled, the largest and one.
+                    size = most if longest > most // 2 else 1
+                self._prefill([of_group[:size] for of_group in lists], size, rows, drafts)
                 lists = [of_group[size:] for of_group in lists]
 
     def insert(self, insertions: Sequence[Insertion]) -> None:
         """Draws the first token of prefilled sequences and lets them decode."""
         mask, length = self._column(bool), self._column(np.int32)
+        drafts, anew = self._column(bool), self._column(bool)
         columns: dict[str, Any] = {
             "temperature": self._column(np.float32),
             "top_k": self._column(np.int32),
@@ -141,6 +173,7 @@ class PagedEngine:
         }
         for one in insertions:
             mask[one.slot], length[one.slot] = True, one.length
+            drafts[one.slot], anew[one.slot] = one.drafts, one.anew
             values = {name: getattr(one.params, name) for name in columns} | {
                 "top_k": min(one.params.top_k, self._speculator.target.vocab_size),
                 "seed": one.seed,
@@ -148,7 +181,7 @@ class PagedEngine:
             }
             for name, column in columns.items():
                 column[one.slot] = values[name]
-        new = InsertionArrays(mask, length, RequestArrays(**columns))
+        new = InsertionArrays(mask, length, drafts, anew, RequestArrays(**columns))
         (self._slots,) = self._run(
             ("insert",),
             device.insert,
@@ -156,14 +189,17 @@ class PagedEngine:
             speculator=self._speculator,
         )
 
-    def step(self, num_steps: int, tables: Int[np.ndarray, "slots pages"]) -> jax.Array:
+    def step(
+        self, num_steps: int, tables: Int[np.ndarray, "slots pages"], *, drafts: bool = True
+    ) -> jax.Array:
         """Speculative steps of all sequences that decode."""
         self._pools, self._slots, packed = self._run(
-            ("step", num_steps),
+            ("step", num_steps, drafts),
             device.step,
             (self._params, self._pools, self._slots, tables),
             speculator=self._speculator,
             num_steps=num_steps,
+            drafts=drafts,
         )
         packed.copy_to_host_async()
         return packed
@@ -173,7 +209,8 @@ class PagedEngine:
         begin = time.perf_counter()
         packed = np.asarray(pending)
         self.wait_seconds += time.perf_counter() - begin
-        return device.unpack(packed, self.shape.num_draft_tokens)
+        results, self.worth_drafting = device.unpack(packed, self.shape.num_draft_tokens)
+        return results
 
     def free(self, slots: Sequence[int]) -> None:
         """These slots no longer have a sequence."""
@@ -204,6 +241,13 @@ class PagedEngine:
             costs = step_costs.remembered(subject, measured)
         self._set_step_costs(costs)
 
+        def worth(rate: float) -> bool:
+            rates = jnp.full((1, self.shape.num_draft_tokens), rate)
+            lengths = self._speculator.lengths
+            return bool(worth_drafting(rates, jnp.asarray(costs), lengths))
+
+        self.worth_drafting, self.worth_trying = worth(FIRST_RATE), worth(HOPED_RATE)
+
     def _set_step_costs(self, costs: Float[np.ndarray, "lengths"]) -> None:
         # On the host, from where a program takes it to wherever it belongs.
         row: Any = np.asarray(costs, np.float32)
@@ -221,20 +265,24 @@ class PagedEngine:
         self._set_step_costs(costs)
         jax.block_until_ready(self._slots)
         begin = time.perf_counter()
-        jax.block_until_ready(self.step(num_steps, tables))
+        # Where nobody drafts steps are those of plain decoding.
+        drafts = bool(np.argmin(costs))
+        jax.block_until_ready(self.step(num_steps, tables, drafts=drafts))
         seconds = time.perf_counter() - begin
         self.free([0])
         return seconds / num_steps
 
     # --- calls of programs --------------------------------------------------------
 
-    def _prefill(self, groups: Sequence[Sequence[PrefillChunk]], size: int, rows: int) -> None:
-        """At most `size` parts of every group, of at most `rows` tokens."""
+    def _prefill(
+        self, groups: Sequence[Sequence[_Piece]], size: int, rows: int, drafts: bool
+    ) -> None:
+        """At most `size` pieces of every group, of at most `rows` tokens."""
         slots, total = self.shape.slots_a_group, size * len(groups)
         placed = [
-            (group * size + row, chunk)
-            for group, chunks in enumerate(groups)
-            for row, chunk in enumerate(chunks)
+            (group * size + row, piece)
+            for group, pieces in enumerate(groups)
+            for row, piece in enumerate(pieces)
         ]
         # Padding may reach past the table that a slot has.
         width = self.shape.pages_a_slot - (-rows // self.shape.page_size)
@@ -244,22 +292,24 @@ class PagedEngine:
             "following": np.zeros((total, rows), np.int32),
             "start": np.zeros(total, np.int32),
             "counts": np.zeros(total, np.int32),
+            "ends": np.zeros(total, bool),
             "tables": np.full((total, width), NULL_PAGE, np.int32),
         }
-        for row, chunk in placed:
-            count = len(chunk.tokens)
+        for row, piece in placed:
+            chunk, count = piece.chunk, len(piece.chunk.tokens)
             arrays["slot"][row], arrays["start"][row] = chunk.slot % slots, chunk.start
-            arrays["counts"][row] = count
+            arrays["counts"][row], arrays["ends"][row] = count, piece.ends
             arrays["tokens"][row, :count] = chunk.tokens
             arrays["following"][row, : count - 1] = chunk.tokens[1:]
             if chunk.following is not None:
                 arrays["following"][row, count - 1] = chunk.following
             arrays["tables"][row, : len(chunk.pages)] = chunk.pages
         self._pools, self._slots = self._run(
-            ("prefill", size, rows),
+            ("prefill", size, rows, drafts),
             device.prefill,
             (self._params, self._pools, self._slots, ChunkArrays(**arrays)),
             speculator=self._speculator,
+            drafts=drafts,
         )
 
     def _run(

@@ -81,6 +81,7 @@ class PrefillChunk:
     following: the token after the last of them, None where the prompt ends here; the
       drafter pairs each position with the token after it.
     pages: the slot's row of the block tables, int32.
+    drafts: the sequence will draft; else only the target sees it.
     """
 
     slot: int
@@ -88,6 +89,7 @@ class PrefillChunk:
     tokens: Int[np.ndarray, "rows"]
     following: int | None
     pages: Int[np.ndarray, "pages"]
+    drafts: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +102,8 @@ class Insertion:
       has room for them.
     seed: of its noise, which is keyed by (seed, position) and so is the same after a
       preemption.
-    pages: as in PrefillChunk.
+    pages, drafts: as in PrefillChunk.
+    anew: what was found of drafts in this slot is forgotten.
     """
 
     slot: int
@@ -109,6 +112,8 @@ class Insertion:
     params: SamplingParams
     seed: int
     pages: Int[np.ndarray, "pages"]
+    drafts: bool = True
+    anew: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -121,6 +126,7 @@ class StepResults:
       tokens) or at its max_new_tokens.
     num_drafts, num_draft_tokens, accepted: of these steps alone: verifications with drafts,
       their drafts, and how many verifications accepted the draft at each position.
+    gave_up: the sequence drafts no more.
     """
 
     tokens: Int[np.ndarray, "slots tokens"]
@@ -130,6 +136,7 @@ class StepResults:
     num_drafts: Int[np.ndarray, "slots"]
     num_draft_tokens: Int[np.ndarray, "slots"]
     accepted: Int[np.ndarray, "slots drafts"]
+    gave_up: Bool[np.ndarray, "slots"]
 
 
 @runtime_checkable
@@ -140,18 +147,29 @@ class Engine(Protocol):
     def shape(self) -> EngineShape:
         """Fixed sizes."""
 
+    @property
+    def worth_drafting(self) -> bool:
+        """Whether new sequences should draft, by what results have told so far."""
+
+    @property
+    def worth_trying(self) -> bool:
+        """Whether drafting may pay at all, by what steps cost."""
+
     def prefill(self, chunks: Sequence[PrefillChunk]) -> None:
         """Computes parts of prompts, of different slots."""
 
     def insert(self, insertions: Sequence[Insertion]) -> None:
         """Draws the first token of prefilled sequences and lets them decode."""
 
-    def step(self, num_steps: int, tables: Int[np.ndarray, "slots pages"]) -> Any:
+    def step(
+        self, num_steps: int, tables: Int[np.ndarray, "slots pages"], *, drafts: bool = True
+    ) -> Any:
         """Speculative steps of all sequences that decode; what `fetch` takes.
 
         Every sequence that has not ended is confirmed 1 to K+1 tokens a step. `tables` has the
         pages of slots that decode, and the null page for all others. A sequence that ended
-        is left as it is until its slot is freed.
+        is left as it is until its slot is freed. drafts: False where no sequence drafts any
+        more: steps of plain decoding.
         """
 
     def fetch(self, pending: Any) -> StepResults:

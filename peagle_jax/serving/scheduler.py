@@ -28,6 +28,7 @@ from typing import Any
 
 from peagle_jax.errors import InputError
 from peagle_jax.serving.engine_protocol import Engine, Insertion, PrefillChunk
+from peagle_jax.serving.prospects import Prospects
 from peagle_jax.serving.sequence import Finished, FinishReason, Request, Tracked, Watch
 from peagle_jax.serving.slots import Slots
 
@@ -114,6 +115,7 @@ class Scheduler:
                 f"{self._shape.page_size}, the size of a page"
             )
         self._slots = Slots(self._shape)
+        self._prospects = Prospects(engine)
         self._waiting: list[Tracked] = []  # in order of arrival
         self._live: dict[Hashable, Tracked] = {}
         self._in_flight: collections.deque[_InFlight] = collections.deque()
@@ -247,6 +249,7 @@ class Scheduler:
             if not self._slots.admit(tracked, tracked.positions_for(self._policy.steps_a_visit)):
                 return
             del self._waiting[0]
+            tracked.drafts, tracked.anew = self._prospects.of_next()
             if not tracked.preemptions:
                 tracked.times.started = self._clock()
 
@@ -270,9 +273,8 @@ class Scheduler:
                 continue
             pages, stop = self._slots.pages(tracked), start + size
             following = int(tracked.tokens(stop, stop + 1)[0]) if stop < length else None
-            chunks.append(
-                PrefillChunk(tracked.slot, start, tracked.tokens(start, stop), following, pages)
-            )
+            tokens, drafts = tracked.tokens(start, stop), tracked.drafts
+            chunks.append(PrefillChunk(tracked.slot, start, tokens, following, pages, drafts))
             budgets[group] -= size
             tracked.prefilled = stop
             self.counters.prefill_tokens += size
@@ -280,7 +282,9 @@ class Scheduler:
             if following is None:
                 room = tracked.limit - len(tracked.generated)
                 params, seed = tracked.request.params, tracked.request.seed
-                insertions.append(Insertion(tracked.slot, length, room, params, seed, pages))
+                insertions.append(
+                    Insertion(tracked.slot, length, room, params, seed, pages, drafts, tracked.anew)
+                )
                 tracked.inserted = tracked.fresh = True
         if chunks:
             self._engine.prefill(chunks)
@@ -305,9 +309,10 @@ class Scheduler:
         self.counters.steps += num_steps
         self.counters.slot_steps += num_steps * len(decoding)
         self.counters.idle_slot_steps += num_steps * (len(self._slots) - len(decoding))
-        self._in_flight.append(
-            _InFlight(self._engine.step(num_steps, self._slots.step_tables()), occupants)
-        )
+        drafts = any(tracked.drafts for tracked in decoding)
+        self._prospects.stepped(num_steps, drafts)
+        pending = self._engine.step(num_steps, self._slots.step_tables(), drafts=drafts)
+        self._in_flight.append(_InFlight(pending, occupants))
         return True
 
     def _collect(self, updates: list[Update]) -> None:

@@ -70,6 +70,7 @@ class Tracked:
         generated: its confirmed tokens, as far as results were fetched.
         slot: where it is, None while it waits.
         prefilled: prompt positions whose computation was asked for, in this slot.
+        drafts, anew: as in engine_protocol.Insertion.
         inserted: it decodes.
         fresh: the next step's results begin with the token drawn at insertion.
         over: it has finished; results still in flight are not its own any more.
@@ -90,6 +91,7 @@ class Tracked:
         self.slot: int | None = None
         self.prefilled = 0
         self.inserted = self.fresh = self.over = False
+        self.drafts, self.anew = True, False
         self.most_ahead = self.least_ahead = 0
         self.preemptions = 0
         self.num_drafts = self.num_draft_tokens = 0
@@ -138,6 +140,7 @@ class Tracked:
         self.num_drafts += int(results.num_drafts[slot])
         self.num_draft_tokens += int(results.num_draft_tokens[slot])
         self.accepted += results.accepted[slot]
+        self.drafts &= not results.gave_up[slot]
         return new
 
     def leave(self) -> None:

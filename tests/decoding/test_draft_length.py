@@ -37,11 +37,23 @@ def batch(params: SamplingParams = SamplingParams(), new: int = NEW) -> Batch:
     return tiny.make_batch(PROMPTS, each, 8, new)
 
 
-def chosen(rates, costs, active=None, must=False) -> int:
+def choose(rates, costs, active=None, gave_up=None, full=None) -> tuple[int, list[bool]]:
+    """The draft length, and who gives up."""
     rates = jnp.asarray(rates, jnp.float32)
-    active = jnp.ones(len(rates), bool) if active is None else jnp.asarray(active)
-    index = draft_length.choose(rates, active, jnp.asarray(must), jnp.asarray(costs), LENGTHS)
-    return LENGTHS[int(index)]
+    every, none = jnp.ones(len(rates), bool), jnp.zeros(len(rates), bool)
+    index, gives_up = draft_length.choose(
+        rates,
+        every if active is None else jnp.asarray(active),
+        none if gave_up is None else jnp.asarray(gave_up),
+        none if full is None else jnp.asarray(full),
+        jnp.asarray(costs),
+        LENGTHS,
+    )
+    return LENGTHS[int(index)], gives_up.tolist()
+
+
+def chosen(rates, costs, **options) -> int:
+    return choose(rates, costs, **options)[0]
 
 
 @pytest.mark.parametrize(
@@ -66,8 +78,48 @@ def test_finished_sequences_have_no_say() -> None:
     assert chosen(rates, [1.0, 1.5, 2.3], active=[True, False]) == 3
 
 
-def test_a_draft_can_be_demanded() -> None:
-    assert chosen([[0.01, 0.01, 0.01]], [1.0, 1.1, 5.0], must=True) == 1
+def test_who_gave_up_gains_nothing() -> None:
+    rates = [[0.9, 0.9, 0.9], [0.9, 0.9, 0.9]]
+    assert choose(rates, [1.0, 1.5, 2.3]) == (3, [False, False])
+    assert choose(rates, [1.0, 1.5, 2.3], gave_up=[False, True]) == (0, [False, False])
+
+
+POOR, GOOD = [0.01, 0.01, 0.01], [0.9, 0.9, 0.9]
+
+
+@pytest.mark.parametrize(
+    ("rates", "costs", "options", "expected"),
+    [
+        # Where more cannot be kept a draft is made as long as it is cheap: 0.32 of a step.
+        ([POOR, POOR], [1.0, 1.31, 5.0], {"full": [False, True]}, (1, [False, False])),
+        ([POOR, POOR], [1.0, 1.33, 5.0], {"full": [False, False]}, (0, [True, True])),
+        ([POOR, POOR], [1.0, 1.31, 5.0], {"full": [False, False]}, (0, [False, False])),
+        # It would pay if all others drafted too: they may, later.
+        (
+            [GOOD, GOOD],
+            [1.0, 1.5, 9.0],
+            {"full": [True, False], "gave_up": [False, True]},
+            (1, [False, False]),
+        ),
+        # Nobody gives up twice, nor after the end.
+        ([POOR, POOR], [1.0, 2.0, 5.0], {"gave_up": [True, False]}, (0, [False, True])),
+        ([POOR, POOR], [1.0, 2.0, 5.0], {"active": [True, False]}, (0, [True, False])),
+        ([POOR, GOOD], [1.0, 1.1, 5.0], {"full": [1, 0], "active": [False, True]}, (1, [0, 0])),
+    ],
+)
+def test_a_drafter_is_fed_where_it_is_worth_it(rates, costs, options, expected) -> None:
+    options = {name: np.asarray(value, bool) for name, value in options.items()}
+    assert choose(rates, costs, **options) == expected
+
+
+def test_drafting_is_worth_it_where_it_gains_more_than_prefill_costs() -> None:
+    def worth(rates, costs) -> bool:
+        rates, costs = jnp.array(rates, jnp.float32), jnp.array(costs, jnp.float32)
+        return bool(draft_length.worth_drafting(rates, costs, LENGTHS))
+
+    assert worth([[0.5, 0, 0]], [1.0, 1.42, 9.0])
+    assert not worth([[0.5, 0, 0]], [1.0, 1.44, 9.0])
+    assert worth([[0.2, 0, 0], [0.8, 0, 0]], [1.0, 1.42, 9.0])
 
 
 def test_rates_follow_what_was_seen() -> None:
@@ -76,9 +128,11 @@ def test_rates_follow_what_was_seen() -> None:
     up, down = 0.5 + WEIGHT * 0.5, 0.5 - WEIGHT * 0.5
     found = draft_length.observe(rates, accepted, 2, active)
     # Of the draft after a refused one, and of the third, which was not made, nothing is known.
-    expected = [[down, 0.5, 0.5], [up, down, 0.5], [up, up, 0.5], [0.5, 0.5, 0.5]]
-    np.testing.assert_allclose(found, expected)
+    drafting = [[down, 0.5, 0.5], [up, down, 0.5], [up, up, 0.5]]
+    # A row without a sequence takes what the others have on average.
+    np.testing.assert_allclose(found, [*drafting, np.mean(drafting, axis=0)])
     np.testing.assert_array_equal(draft_length.observe(rates, accepted * 0, 0, active), rates)
+    np.testing.assert_array_equal(draft_length.observe(rates, accepted, 2, active & False), rates)
 
 
 @pytest.mark.parametrize(
@@ -90,14 +144,16 @@ def test_tokens_equal_plain_decoding(method, temperature, models) -> None:
     plain = tiny.run(models, models.speculator("none"), batch(params))
     speculator = models.speculator(method, 3, lengths=LENGTHS)
     drafts = []
-    for costs in ([1.0, 1.01, 1.02], [1.0, 1.6, 2.2], [1.0, 50.0, 60.0]):
+    for costs in ([1.0, 1.01, 1.02], [1.0, 1.3, 60.0], [1.0, 1.4, 1.7], [1.0, 50.0, 60.0]):
         found = tiny.run(
             models, speculator, batch(params), step_costs=jnp.array(costs, jnp.float32)
         )
         assert found.rows() == plain.rows()
         drafts.append(int(found.num_drafts.sum()))
-    # The dearer drafts are, the fewer of them; but they are tried again now and then.
-    assert drafts[0] > drafts[2] >= (NEW // MOST_PENDING) * len(PROMPTS)
+    # Cheap ones are tried again now and then, others are given up, dear ones never made.
+    assert drafts[1] >= (NEW // MOST_PENDING) * len(PROMPTS)
+    assert drafts[0] > drafts[3] == 0
+    assert drafts[2] > 0
 
 
 @pytest.mark.parametrize("method", ["p-eagle", "eagle3", "p-eagle+tree"])
@@ -126,7 +182,14 @@ def test_a_drafter_that_was_not_asked_catches_up(method, models) -> None:
         step = jax.jit(functools.partial(advance, speculator))
         found = {}
         for index in order:
-            drafts, state = step(params, state, table, step_costs.forced(LENGTHS, index))
+            # Without a rate none pays, but the longest are cheap enough to be fed for.
+            costs = (
+                step_costs.forced(LENGTHS, index)
+                if index
+                else np.array([1.0, 1.1, 1.1], np.float32)
+            )
+            state = state.replace(rates=jnp.full_like(state.rates, 0.6 if index else 0.0))
+            drafts, state = step(params, state, table, costs)
             for row in range(len(PROMPTS)):
                 found[row, int(before(state, row))] = drafts[row].tolist()
         return found

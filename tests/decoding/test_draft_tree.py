@@ -96,13 +96,16 @@ def test_as_many_nodes_as_are_worth_it() -> None:
     scores = jnp.log(jnp.array([[0.01, 0.2, 0.9, 0.4, 0.01], [0.1, 0.05, 0.05, 0.02, 0.02]]))
     both, sizes = jnp.array([True, True]), (1, 3, 5)
 
-    def chosen(costs: list[float], active: jnp.ndarray = both) -> int:
-        return int(draft_length.choose_nodes(scores, active, jnp.array(costs, jnp.float32), sizes))
+    def chosen(costs: list[float], active=both, gave_up=~both) -> int:
+        milliseconds = jnp.array(costs, jnp.float32)
+        return int(draft_length.choose_nodes(scores, active, gave_up, milliseconds, sizes))
 
     assert chosen([10, 10, 10]) == 2
     assert chosen([10, 11.9, 12.2]) == 1  # 0.3, 0.311, 0.308 tokens a millisecond
     assert chosen([10, 12.5, 15]) == 0
     assert chosen([10, 11.9, 12.2], jnp.array([False, True])) == 0
+    # Who gave up has one token in any case: 2.1, 2.2 and 2.24 of both.
+    assert chosen([10, 11.9, 12.2], both, jnp.array([True, False])) == 0
 
 
 def random_tree(rng: np.random.Generator, nodes: int) -> DraftTree:

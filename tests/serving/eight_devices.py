@@ -20,7 +20,7 @@ from peagle_jax.config import BlockConfig
 from peagle_jax.decoding import placement
 from peagle_jax.mesh_shape import MeshShape
 from peagle_jax.serving import engine as engine_module
-from peagle_jax.serving.engine import PagedEngine
+from peagle_jax.serving.engine import BackendSizes, PagedEngine
 from peagle_jax.serving.engine_protocol import EngineShape
 from peagle_jax.serving.scheduler import Policy, Scheduler
 from peagle_jax.serving.sequence import Request
@@ -34,6 +34,10 @@ VOCAB, CONTEXT = 24, 48
 EIGHT_HEADS = BlockConfig(16, 24, 2, num_heads=8, num_kv_heads=4, head_dim=8)
 
 
+# Parts of several prompts together: in pieces, or each as a whole.
+IN_PIECES, WIDE = BackendSizes(4, 64, 16, 1), BackendSizes(4, 128, None, 1)
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """A mesh, and what runs on it; `num_pages` of a group, None = its slots can be full."""
@@ -44,7 +48,7 @@ class Case:
     slots: int = 8
     num_pages: int | None = None
     model: str = "dense"
-    prefill_rows: int = 1
+    sizes: BackendSizes = IN_PIECES
     lengths: tuple[int, ...] = ()
 
 
@@ -53,7 +57,7 @@ CASES = (
     Case("model=2", slots=3),
     Case("data=2", num_pages=15, slots=6),
     Case("data=2,model=4", "eagle3", 2),
-    Case("data=4,model=2", "prompt-lookup", num_pages=15, slots=12, prefill_rows=128),
+    Case("data=4,model=2", "prompt-lookup", num_pages=15, slots=12, sizes=WIDE),
     Case("data=8", "none", 0),
     Case("data=2,expert=2,model=2", model="experts", slots=4, lengths=(0, 1, 3)),
 )
@@ -105,7 +109,7 @@ def serve(models: Tiny, case: Case, asked: Sequence[Request]) -> tuple[Any, Sche
     )
     pages = case.num_pages or 1 + shape.slots_a_group * shape.pages_a_slot
     shape = dataclasses.replace(shape, num_pages=pages)
-    engine = PagedEngine(speculator, placed, shape, mesh=mesh, prefill_rows=case.prefill_rows)
+    engine = PagedEngine(speculator, placed, shape, mesh=mesh, sizes=case.sizes)
     scheduler = Scheduler(engine, Policy(1, 32), clock=lambda: 0.0)
     for one in asked:
         scheduler.submit(one)

@@ -62,16 +62,24 @@ class Slot:
     seed: int = 0
     ignore_eos: bool = False
     decoding: bool = False
+    drafts: bool = False
+    steps: int = 0
     finished: bool = True
     fresh: list[int] = dataclasses.field(default_factory=list)
     hit_eos: bool = False
 
 
 class FakeEngine:
-    """Records the calls that were made, in `log`."""
+    """Records the calls that were made, in `log`.
 
-    def __init__(self, shape: EngineShape) -> None:
+    patience: steps after which a sequence gives up drafting.
+    """
+
+    def __init__(self, shape: EngineShape, patience: int = 1 << 30) -> None:
         self.shape = shape
+        self.worth_drafting = self.worth_trying = True
+        self.patience = patience
+        self.inserted: list[Insertion] = []
         self.log: list[tuple[Any, ...]] = []
         self._queue: collections.deque[tuple[int, Callable[[], None]]] = collections.deque()
         self._calls = 0
@@ -95,6 +103,7 @@ class FakeEngine:
 
     def insert(self, insertions: Sequence[Insertion]) -> None:
         self.log.append(("insert", *(one.slot for one in insertions)))
+        self.inserted += insertions
 
         def run() -> None:
             for one in insertions:
@@ -102,14 +111,14 @@ class FakeEngine:
 
         self._enqueue(run)
 
-    def step(self, num_steps: int, tables: np.ndarray) -> int:
+    def step(self, num_steps: int, tables: np.ndarray, *, drafts: bool = True) -> int:
         assert tables.shape == (self.shape.num_slots, self.shape.pages_a_slot)
         assert tables.dtype == np.int32
         call = self._calls
-        self.log.append(("step", call))
+        self.log.append(("step", call) if drafts else ("plain step", call))
 
         def run() -> None:
-            self._results[call] = self._step(num_steps, tables)
+            self._results[call] = self._step(num_steps, tables, drafts)
 
         return self._enqueue(run)
 
@@ -175,28 +184,33 @@ class FakeEngine:
             seed=one.seed,
             ignore_eos=one.params.ignore_eos,
             decoding=True,
+            drafts=one.drafts,
             fresh=[first],
         )
         slot.hit_eos = first == EOS and not slot.ignore_eos
         slot.finished = slot.hit_eos or slot.limit == 0
         self._slots[one.slot] = slot
 
-    def _step(self, num_steps: int, tables: np.ndarray) -> StepResults:
-        k, size = self.shape.num_draft_tokens, self.shape.num_slots
+    def _step(self, num_steps: int, tables: np.ndarray, drafts: bool) -> StepResults:
+        size = self.shape.num_slots
+        k = self.shape.num_draft_tokens if drafts else 0
+        assert drafts or not any(slot.drafts for slot in self._slots)
         out: list[list[int]] = [slot.fresh for slot in self._slots]
         num_drafts = np.zeros(size, np.int32)
-        accepted = np.zeros((size, k), np.int32)
+        accepted = np.zeros((size, self.shape.num_draft_tokens), np.int32)
         for slot in self._slots:
             slot.fresh = []
         for _ in range(num_steps):
             for index, slot in enumerate(self._slots):
-                self._draft(index, slot, tables[index])
+                self._draft(index, slot, tables[index], k)
             for index, slot in enumerate(self._slots):
                 active = not slot.finished
-                new, stood = self._verify(index, slot, tables[index])
+                new, stood = self._verify(index, slot, tables[index], k)
                 out[index] = out[index] + new
                 num_drafts[index] += active and k > 0
                 accepted[index, :stood] += 1
+                slot.steps += active
+                slot.drafts &= slot.steps < self.patience
         tokens = np.full((size, num_steps * (k + 1) + 1), GARBAGE, np.int32)
         for index, new in enumerate(out):
             tokens[index, : len(new)] = new
@@ -208,25 +222,26 @@ class FakeEngine:
             num_drafts=num_drafts,
             num_draft_tokens=k * num_drafts,
             accepted=accepted,
+            gave_up=np.asarray([not slot.drafts for slot in self._slots]),
         )
 
-    def _draft(self, index: int, slot: Slot, pages: np.ndarray) -> None:
+    def _draft(self, index: int, slot: Slot, pages: np.ndarray, k: int) -> None:
         """Scratch rows n .. n+K-2 of the drafter's cache, and padding up to n+2K-2."""
-        k, n = self.shape.num_draft_tokens, slot.length - 1
+        n = slot.length - 1
         cell = self._cell if slot.finished else self._own_cell
         for at in range(max(n, 0), max(n, 0) + max(0, 2 * k - 1)):
             self._drafter[cell(index, pages, at)] = index
 
-    def _verify(self, index: int, slot: Slot, pages: np.ndarray) -> tuple[list[int], int]:
+    def _verify(self, index: int, slot: Slot, pages: np.ndarray, k: int) -> tuple[list[int], int]:
         """Confirmed tokens, and how many drafts stood."""
-        k, n = self.shape.num_draft_tokens, slot.length - 1
+        n = slot.length - 1
         if slot.finished:  # it stands still, and writes rows all the same
             for at in range(max(n, 0), max(n, 0) + k + 1):
                 self._target[self._cell(index, pages, at)] = GARBAGE
             return [], 0
         for at in range(n, n + k - 1):
             assert self._drafter[self._own_cell(index, pages, at)] == index, "scratch is shared"
-        stood = accepted_drafts(slot.length, slot.seed, k)
+        stood = accepted_drafts(slot.length, slot.seed, k) if slot.drafts else 0
         context = [*self._context(index, pages, n), slot.last]
         new: list[int] = []
         for _ in range(stood + 1):

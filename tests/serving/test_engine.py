@@ -17,7 +17,7 @@ from peagle_jax.config import SamplingParams
 from peagle_jax.errors import InputError
 from peagle_jax.mesh_shape import MeshShape
 from peagle_jax.serving import engine as engine_module
-from peagle_jax.serving.engine import PagedEngine, make_shape, page_bytes
+from peagle_jax.serving.engine import BackendSizes, PagedEngine, make_shape, page_bytes
 from peagle_jax.serving.engine_protocol import Engine, EngineShape
 from peagle_jax.serving.scheduler import Policy, Scheduler
 from peagle_jax.serving.sequence import Finished, Request
@@ -41,7 +41,8 @@ class Case:
     num_pages: int | None = None
     prefill_tokens: int = 64
     steps: int = 2
-    prefill_rows: int = 1
+    piece_rows: int | None = 16
+    prefill_rows: int = 64
     draft_sampling: str = "sample"
     lengths: tuple[int, ...] = ()
 
@@ -59,7 +60,9 @@ CASES = {
     "with lookup, few pages": Case("p-eagle+lookup", 3, 4, page_size=4, num_pages=34, steps=2),
     "tree, few pages": Case("p-eagle+tree", 7, 4, page_size=4, num_pages=26, steps=1),
     # Parts of several prompts together, filled up to 4.
-    "narrow, together": Case("p-eagle", 3, 6, 8, None, 24, 4, prefill_rows=256),
+    "narrow, together": Case("p-eagle", 3, 6, 8, None, 24, 4, piece_rows=None, prefill_rows=256),
+    # Pieces of several prompts together, less than a page long.
+    "in pieces": Case("p-eagle+tree+lookup", 5, 6, 8, piece_rows=3, prefill_rows=24, steps=1),
 }
 
 
@@ -138,7 +141,7 @@ def make_engine(models: Tiny, case: Case, context: int = CONTEXT) -> PagedEngine
         speculator,
         models.params(case.method),
         shape,
-        prefill_rows=case.prefill_rows,
+        sizes=BackendSizes(case.page_size, case.prefill_rows, case.piece_rows, case.steps),
         executables=EXECUTABLES,
     )
 
@@ -216,7 +219,7 @@ def test_tokens_are_those_of_plain_generation(models, plain, case, compilations)
     assert (preemptions > 0) == (case.num_pages is not None)
     # Which parts of prompts come together depends on the arrivals, no program on anything else.
     new = len(EXECUTABLES) - programs
-    assert new == 0 or (case.prefill_rows > 1 and new <= 2)
+    assert new <= 2
     if not new:
         assert compilations == []
 
@@ -240,6 +243,30 @@ def test_step_costs_are_measured_before_the_first_sequence(
     monkeypatch.setattr(other, "step", None)
     other.measure_step_costs(case.steps)
     np.testing.assert_array_equal(other._slots.step_costs, costs)
+
+
+@pytest.mark.parametrize("worth_drafting", [True, False])
+def test_tokens_are_the_same_where_drafts_do_not_pay(models, plain, worth_drafting) -> None:
+    case = CASES["chosen lengths, few pages"]
+    engine = make_engine(models, case)
+    # One draft pays as long as more than 0.45 are accepted, and is too dear to be fed for.
+    engine._set_step_costs(np.array([1.0, 1.45, 9.0], np.float32))
+    engine.worth_drafting = worth_drafting
+    kinds, step = [], engine.step
+
+    def recorded(num_steps: int, tables: np.ndarray, *, drafts: bool = True) -> Any:
+        kinds.append(drafts)
+        return step(num_steps, tables, drafts=drafts)
+
+    engine.step = recorded  # type: ignore[method-assign]
+    ends, _ = serve(engine, case, REQUESTS, [0] * len(REQUESTS))
+    for key, (tokens, reason) in enumerate(plain):
+        assert (ends[key].token_ids, ends[key].reason) == (tokens, reason), key
+    drafts = sum(end.num_drafts for end in ends.values())
+    tokens = sum(len(end.token_ids) for end in ends.values())
+    assert 0 < drafts < tokens / 2
+    assert set(kinds) == {True, False}
+    assert not engine.worth_drafting
 
 
 def test_windows_and_sinks_and_experts_on_pages() -> None:

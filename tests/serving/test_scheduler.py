@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peagle_jax.errors import InputError
+from peagle_jax.serving import prospects
 from peagle_jax.serving.engine_protocol import EngineShape
 from peagle_jax.serving.scheduler import Policy, Scheduler
 from peagle_jax.serving.sequence import Tracked
@@ -391,3 +392,68 @@ def test_the_scheduler_does_without_jax() -> None:
 
 def test_the_fake_target_reads_its_context() -> None:
     assert len({target([1, 2, i], 0) for i in range(30)}) > 5
+
+
+def drafting_of(engine) -> tuple[list[tuple[bool, bool]], list[str]]:
+    """(drafts, anew) of the insertions, and the kinds of steps."""
+    steps = [call[0] for call in engine.log if "step" in call[0]]
+    return [(one.drafts, one.anew) for one in engine.inserted], steps
+
+
+def serve_some(scheduler, engine, count=5, new=12) -> None:
+    requests = [make_request(i, [i + 1, 2, 3], new, ignore_eos=True) for i in range(count)]
+    for request in requests:
+        scheduler.submit(request)
+    finished, streamed = finish(scheduler)
+    for request in requests:
+        tokens, reason = answer(request, engine.shape.context)
+        assert (finished[request.key].token_ids, finished[request.key].reason) == (tokens, reason)
+        assert tuple(streamed[request.key]) == tokens
+    assert scheduler.num_free_pages == engine.shape.num_pages - 1
+
+
+def test_nothing_drafts_where_it_is_not_worth_it() -> None:
+    scheduler, engine = make()
+    engine.worth_drafting = False
+    serve_some(scheduler, engine)
+    inserted, steps = drafting_of(engine)
+    assert inserted == [(False, False)] * 5
+    assert set(steps) == {"plain step"}
+
+
+def test_steps_are_plain_once_all_have_given_up() -> None:
+    scheduler, engine = make(steps=1)
+    engine.patience = 2
+    serve_some(scheduler, engine, count=2)
+    inserted, steps = drafting_of(engine)
+    assert inserted == [(True, False)] * 2
+    # Of two drafting steps the results are known one step later.
+    assert steps[:3] == ["step"] * 3
+    assert set(steps[3:]) == {"plain step"}
+
+
+def test_a_preempted_sequence_may_draft_again() -> None:
+    scheduler, engine = make(steps=1, num_pages=14)
+    engine.patience = 2
+    serve_some(scheduler, engine, count=2, new=14)
+    assert scheduler.counters.preemptions > 0
+    assert drafting_of(engine)[0] == [(True, False)] * (2 + scheduler.counters.preemptions)
+
+
+@pytest.mark.parametrize("worth_trying", [True, False])
+def test_drafts_are_tried_again_by_all_slots(worth_trying, monkeypatch) -> None:
+    monkeypatch.setattr(prospects, "STEPS_UNTIL_TRIED", 16)
+    scheduler, engine = make()
+    engine.worth_drafting, engine.worth_trying, engine.patience = False, worth_trying, 3
+    serve_some(scheduler, engine, count=12)
+    inserted, steps = drafting_of(engine)
+    tries = [at for at, one in enumerate(inserted) if one == (True, True)]
+    assert set(inserted) == {(False, False), *([(True, True)] if worth_trying else [])}
+    if worth_trying:
+        # Two slots, in pairs; twelve steps a request, two a visit.
+        assert tries[:2] == [tries[0], tries[0] + 1]
+        assert 2 <= tries[0] <= 4
+        assert len(tries) >= 4
+        assert 16 / 2 <= steps.index("step") <= 16 / 2 + 12 / 2
+    else:
+        assert set(steps) == {"plain step"}
