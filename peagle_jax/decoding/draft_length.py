@@ -29,7 +29,7 @@ WEIGHT = 1 / 16
 # has confirmed since it drafted last is kept for it in as many rows.
 MOST_PENDING = 32
 # Of a sequence's time, what drafts that do not pay may take for that.
-MOST_SHARE = 0.01
+MOST_SHARE = 0.015
 # How much faster drafting must make decoding to be worth the drafter's part of prefill.
 LEAST_GAIN = 1.05
 

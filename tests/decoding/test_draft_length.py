@@ -90,10 +90,10 @@ POOR, GOOD = [0.01, 0.01, 0.01], [0.9, 0.9, 0.9]
 @pytest.mark.parametrize(
     ("rates", "costs", "options", "expected"),
     [
-        # Where more cannot be kept a draft is made as long as it is cheap: 0.32 of a step.
-        ([POOR, POOR], [1.0, 1.31, 5.0], {"full": [False, True]}, (1, [False, False])),
-        ([POOR, POOR], [1.0, 1.33, 5.0], {"full": [False, False]}, (0, [True, True])),
-        ([POOR, POOR], [1.0, 1.31, 5.0], {"full": [False, False]}, (0, [False, False])),
+        # Where more cannot be kept a draft is made as long as it is cheap: 0.48 of a step.
+        ([POOR, POOR], [1.0, 1.47, 5.0], {"full": [False, True]}, (1, [False, False])),
+        ([POOR, POOR], [1.0, 1.49, 5.0], {"full": [False, False]}, (0, [True, True])),
+        ([POOR, POOR], [1.0, 1.47, 5.0], {"full": [False, False]}, (0, [False, False])),
         # It would pay if all others drafted too: they may, later.
         (
             [GOOD, GOOD],
