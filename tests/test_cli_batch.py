@@ -133,6 +133,11 @@ def test_sigterm_keeps_what_is_done(command, tmp_path, monkeypatch) -> None:
         (["--pages", "1"], "pages: found 1, expected at least 2"),
         (["--context", "999"], "context: found 999, expected at most 128, the target's"),
         (["--method", "p-eagle"], "method: found 'p-eagle', but no drafter is loaded"),
+        (["--output", "."], "--output: found ., a folder, expected a file"),
+        (["--output", "/"], "--output: found /, a folder, expected a file"),
+        (["--output", "/dev/null"], "--output: found /dev/null, which is no regular file"),
+        (["--output", "nowhere/o.jsonl"], "--output: found nowhere/o.jsonl, expected a file in a"),
+        (["--errors", "nowhere/e.jsonl"], "--errors: found nowhere/e.jsonl, expected a file in a"),
     ],
 )
 def test_bad_options_are_one_line(command, tmp_path, capsys, options, message) -> None:
@@ -150,6 +155,11 @@ def test_files_of_a_run_are_different_ones(command, tmp_path, capsys) -> None:
     out = str(tmp_path / "out.jsonl")
     assert cli.main([*command, "--errors", out]) == 2
     assert "--errors: found" in capsys.readouterr().err
+    given = command[command.index("--input") + 1]
+    before = Path(given).read_bytes()
+    assert cli.main([*command, "--output", given]) == 2
+    assert f"--input: found {given}, which this run writes" in capsys.readouterr().err
+    assert Path(given).read_bytes() == before
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ import json
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -153,6 +154,9 @@ def _answer(args: argparse.Namespace, process: Part, whole: MeshShape | None) ->
     team, mesh = _own_devices(process, whole)
     shard = shard.part(team.part.index, team.part.count)
     own = run_files(args.output, args.errors, team.part)
+    for name in args.input:
+        if any(Path(name).resolve() == path.resolve() for path in own.every):
+            raise InputError(f"--input: found {name}, which this run writes, expected another file")
     files = find_inputs(args.input, exclude=own.every)
     if process.count > 1 and STDIN in files:
         raise InputError("--input: found -, expected files, of which each process reads its part")
@@ -193,7 +197,10 @@ def _answer(args: argparse.Namespace, process: Part, whole: MeshShape | None) ->
         )
         engine = PagedEngine(speculator, pair.params, shape, mesh=mesh, executables=pair.compiled)
         policy = Policy(sizes.steps_a_visit)
-        engine.measure_step_costs(policy.steps_a_visit)
+        with _timed(
+            "step costs   measured in {:.0f} s, and kept for later runs", team.leads
+        ) as tell:
+            engine.measure_step_costs(policy.steps_a_visit, on_measuring=tell)
         batch = BatchRun(
             engine,
             pair.tokenizer,
@@ -310,6 +317,21 @@ def _metrics(port: int | None) -> Iterator[MetricsServer | None]:
         address = f"http://{socket.gethostname()}:{server.port}/metrics"
         print(f"metrics      {address}", file=sys.stderr, flush=True)
         yield server
+
+
+@contextlib.contextmanager
+def _timed(line: str, shown: bool) -> Iterator[Callable[[], None]]:
+    """Prints `line` with how long the block took, if what it gives was called."""
+    called = False
+
+    def tell() -> None:
+        nonlocal called
+        called = True
+
+    begin = time.perf_counter()
+    yield tell
+    if called and shown:
+        print(line.format(time.perf_counter() - begin), file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from peagle_jax.config import DrafterConfig, ModelConfig
 from peagle_jax.convert import opening, releases
 from peagle_jax.convert.checking import DescribedReader
 from peagle_jax.convert.releases import Release
+from peagle_jax.errors import InputError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +32,13 @@ def describe_target(source: str) -> tuple[ModelConfig, Described]:
     takes, of which the small files are enough. Raises InputError as loading does."""
     release = _release(source, "target")
     if release is None:
-        config = opening.open_config(source)
+        try:
+            config = opening.open_config(source)
+        except InputError as error:
+            folder = Path(source).expanduser()
+            if not folder.is_dir() or (folder / "config.json").exists():
+                raise
+            raise InputError(f"{error}; for a plan a config.json is enough") from None
         return config, Described(config, packed_experts=None if config.block.moe else False)
     found = _config(release, None)
     assert isinstance(found, ModelConfig)

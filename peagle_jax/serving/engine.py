@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -218,16 +218,21 @@ class PagedEngine:
         mask[list(slots)] = True
         (self._slots,) = self._run(("free",), device.free, (self._slots, mask))
 
-    def measure_step_costs(self, num_steps: int) -> None:
+    def measure_step_costs(
+        self, num_steps: int, *, on_measuring: Callable[[], None] | None = None
+    ) -> None:
         """Lets steps choose their draft length by what each costs here, measured or remembered;
         before the first sequence comes. Nothing where the length is fixed.
 
         num_steps: as many as calls of `step` will ask for, so that their program is timed.
+        on_measuring: called where nothing is remembered.
         """
         if not self._speculator.lengths:
             return
 
         def measured() -> Float[np.ndarray, "lengths"]:
+            if on_measuring is not None:
+                on_measuring()
             return step_costs.measure(
                 self._speculator.lengths, lambda costs: self._seconds_a_step(costs, num_steps)
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from pathlib import Path
 
@@ -27,9 +28,12 @@ class RunFiles:
 def run_files(output: Path, errors: Path | None, part: Part) -> RunFiles:
     """The files of `part` of a run that is given these names; `errors` None = beside the output.
 
-    Raises InputError where two of them are one, or where there are results of a run of another
-    number of parts: these would be computed again.
+    Raises InputError where two of them are one, or one could be no file, or where there are results
+    of a run of another number of parts: these would be computed again.
     """
+    for option, path in (("--output", output), ("--errors", errors)):
+        if path is not None:
+            _check_file(option, path)
     outputs = [one.file(output) for one in part.siblings()]
     bad = [
         errors_path(own) if errors is None else one.file(errors)
@@ -42,10 +46,20 @@ def run_files(output: Path, errors: Path | None, part: Part) -> RunFiles:
     return RunFiles(outputs[part.index], bad[part.index], every)
 
 
+def _check_file(option: str, path: Path) -> None:
+    """A device would be read without end, and a folder that is not there is noticed late."""
+    if not path.name or path.is_dir():
+        raise InputError(f"{option}: found {path}, a folder, expected a file")
+    if path.exists() and not path.is_file():
+        raise InputError(f"{option}: found {path}, which is no regular file, expected one")
+    if not path.parent.is_dir():
+        raise InputError(f"{option}: found {path}, expected a file in a folder that is there")
+    if not os.access(path.parent, os.W_OK):
+        raise InputError(f"{option}: found {path}, expected a file in a folder to write to")
+
+
 def _check_same_count(output: Path, part: Part) -> None:
     name = re.compile(rf"{re.escape(output.stem)}-\d+-of-(\d+){re.escape(output.suffix)}")
-    if not output.parent.is_dir():
-        return
     for path in sorted(output.parent.iterdir()):
         match = name.fullmatch(path.name)
         if match and int(match[1]) != part.count and path.stat().st_size:
