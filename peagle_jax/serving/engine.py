@@ -73,7 +73,7 @@ class _Piece:
     """What of a prompt is one row of a batch; `ends`: its chunk ends with it."""
 
     chunk: PrefillChunk
-    ends: bool = True
+    ends: bool
 
     @classmethod
     def all_of(cls, chunk: PrefillChunk, rows: int) -> Iterator[_Piece]:
@@ -233,9 +233,13 @@ class PagedEngine:
         def measured() -> Float[np.ndarray, "lengths"]:
             if on_measuring is not None:
                 on_measuring()
-            return step_costs.measure(
+            # What is measured on is no request: nothing is to be learnt from its drafts.
+            rates = jnp.copy(self._slots.rates)
+            costs = step_costs.measure(
                 self._speculator.lengths, lambda costs: self._seconds_a_step(costs, num_steps)
             )
+            self._slots = dataclasses.replace(self._slots, rates=rates)
+            return costs
 
         if self._mesh is not None and spans_processes(self._mesh):
             # One process may remember what another must measure; and clocks differ.

@@ -14,6 +14,7 @@ import pytest
 
 from peagle_jax import step_costs
 from peagle_jax.config import SamplingParams
+from peagle_jax.decoding.draft_length import FIRST_RATE
 from peagle_jax.errors import InputError
 from peagle_jax.mesh_shape import MeshShape
 from peagle_jax.serving import engine as engine_module
@@ -235,6 +236,7 @@ def test_step_costs_are_measured_before_the_first_sequence(
     assert costs.shape == (3,)
     assert (costs > 0).all()
     assert len(set(costs.tolist())) > 1
+    np.testing.assert_array_equal(engine._slots.rates, np.full((4, 3), FIRST_RATE, np.float32))
     ends, _ = serve(engine, case, REQUESTS, [0] * len(REQUESTS))
     for key, (tokens, _) in enumerate(plain):
         assert ends[key].token_ids == tokens
