@@ -31,6 +31,7 @@ from peagle_jax.config import (
 from peagle_jax.decoding import placement
 from peagle_jax.decoding.speculate import Speculator
 from peagle_jax.errors import InputError
+from peagle_jax.models import kernel_forms
 from peagle_jax.runner import Output, Pair
 from peagle_jax.text import Prompt
 
@@ -95,6 +96,8 @@ def load(
             drafter_config, trees["drafter"] = checkpoint.load_drafter(
                 drafter, target_config=config, dtype=dtype, sharding=whole
             )
+        if mesh is None:
+            trees = kernel_forms.two_way(trees)
         return Pair(config, drafter_config, trees, words.result(), dtype)
 
 

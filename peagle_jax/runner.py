@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from peagle_jax import step_costs
 from peagle_jax.batching import Batch, Request, make_batches
@@ -20,12 +20,13 @@ from peagle_jax.decoding import generate as decode
 from peagle_jax.decoding.speculate import Speculator
 from peagle_jax.decoding.state import DecodeState
 from peagle_jax.metrics import GenerationStats
+from peagle_jax.outlook import Outlook
 from peagle_jax.text import TextStream
 
 # Steps between two looks at the text when stop strings must be found on the host.
 STEPS_A_VISIT = 4
-# Of an answer whose steps are timed, the first of which prefill gives.
-TIMED_TOKENS = 24
+# Of STEPS_A_VISIT steps each, when they are timed.
+TIMED_VISITS = 2
 
 
 @dataclasses.dataclass
@@ -88,12 +89,14 @@ def run_requests(
 
 def run_whole(pair: Pair, speculator: Speculator, batch: Batch) -> list[Output]:
     """One compiled call for the whole batch."""
-    run, compile_seconds = _whole_program(pair, speculator, batch)
-    costs = _step_costs(pair, speculator, batch)
+    beginning = Beginning.of(pair, speculator, batch)
+    run, compile_seconds = _whole_program(pair, beginning.speculator, batch)
     arrays = batch.arrays()
     begin = time.perf_counter()
-    tokens, counts, stats = jax.device_get(run(pair.params, *arrays, costs))
+    found = run(pair.params, *arrays, beginning.step_costs, beginning.rates)
+    tokens, counts, stats = jax.device_get(found)
     seconds = time.perf_counter() - begin
+    beginning.learn(stats.rates, counts)
     outputs = []
     for row, request in enumerate(batch.requests):
         ids = tokens[row, : counts[row]].tolist()
@@ -114,6 +117,45 @@ def run_whole(pair: Pair, speculator: Speculator, batch: Batch) -> list[Output]:
     return outputs
 
 
+@dataclasses.dataclass(frozen=True)
+class Beginning:
+    """How a batch is decoded.
+
+    speculator: the one asked for, or plain decoding where it chooses its draft lengths and no
+      draft is worth it.
+    step_costs, rates: see `Speculator.init_state`; None where the length is fixed.
+    """
+
+    speculator: Speculator
+    step_costs: Float[np.ndarray, "lengths"] | None = None
+    rates: Float[np.ndarray, "rates"] | None = None
+    outlook: Outlook | None = None
+
+    @classmethod
+    def of(cls, pair: Pair, speculator: Speculator, batch: Batch) -> Beginning:
+        """By what steps cost here and what batches before this one have shown."""
+        if not speculator.lengths:
+            return cls(speculator)
+        key = ("outlook", speculator)
+        outlook: Outlook = pair.compiled.setdefault(key, Outlook(speculator))
+        costs = _step_costs(pair, speculator, batch)
+        rates = outlook.of_next(costs)
+        if rates is None:
+            return cls(speculator.without_drafts, outlook=outlook)
+        return cls(speculator, costs, rates, outlook)
+
+    def learn(
+        self, rates: Float[np.ndarray, "batch rates"], counts: Int[np.ndarray, "batch"]
+    ) -> None:
+        """What became of the batch: the rates of its sequences, and their tokens."""
+        if self.outlook is None:
+            return
+        if self.rates is None:
+            self.outlook.without_drafts(int(counts.max()))
+        else:
+            self.outlook.learn(rates)
+
+
 def _whole_program(pair: Pair, speculator: Speculator, batch: Batch) -> tuple[Any, float]:
     """The program of a batch's whole answers, and the seconds that compiling took."""
     return compiled(
@@ -123,52 +165,78 @@ def _whole_program(pair: Pair, speculator: Speculator, batch: Batch) -> tuple[An
             pair.params,
             *batch.arrays(),
             np.ones(len(speculator.lengths), np.float32) if speculator.lengths else None,
+            np.ones(speculator.num_draft_tokens, np.float32) if speculator.lengths else None,
             speculator=speculator,
             max_new_tokens=batch.max_new_tokens,
         ),
     )
 
 
-def _step_costs(
-    pair: Pair, speculator: Speculator, batch: Batch
-) -> Float[np.ndarray, "lengths"] | None:
-    """What steps of each draft length cost with so many rows, None where the length is fixed.
+def _step_costs(pair: Pair, speculator: Speculator, batch: Batch) -> Float[np.ndarray, "lengths"]:
+    """What steps of each draft length cost with so many rows and prompts of this size.
 
-    Measured on this batch's own program where they are not known yet. Context makes steps
-    dearer, but hardly the longer ones more than the shorter, and ratios are what counts.
+    Measured where they are not known yet, on sequences as long as this batch's. An answer's size
+    makes caches larger, but hardly the longer steps dearer than the shorter, and ratios are what
+    counts.
     """
-    if not speculator.lengths:
-        return None
-    key = ("step costs", speculator, batch.rows)
-    if key not in pair.compiled:
+    key = ("step costs", speculator, batch.rows, batch.prompt_size)
+    if key in pair.compiled:
+        return pair.compiled[key]
 
-        def measured() -> Float[np.ndarray, "lengths"]:
-            run, _ = _whole_program(pair, speculator, batch)
-            prompts, lengths, table = batch.arrays()
+    def measured() -> Float[np.ndarray, "lengths"]:
+        _, lengths, table = batch.arrays()
+        table = dataclasses.replace(
+            table,
+            max_new_tokens=jax.numpy.full(batch.rows, batch.max_new_tokens, np.int32),
+            ignore_eos=jax.numpy.ones(batch.rows, bool),
+        )
 
-            def generate(costs: Any, tokens: int) -> tuple[float, int]:
-                limited = dataclasses.replace(
-                    table,
-                    max_new_tokens=jax.numpy.full(batch.rows, tokens, np.int32),
-                    ignore_eos=jax.numpy.ones(batch.rows, bool),
-                )
-                begin = time.perf_counter()
-                found = run(pair.params, prompts, lengths, limited, costs)
-                _, counts, stats = jax.device_get(found)
-                seconds = time.perf_counter() - begin
-                # Without drafts a step is a token; a context may have room for few of them.
-                steps = stats.num_drafts.max() or counts.max() - 1
-                return seconds, max(1, int(steps))
+        def begun(costs: Any) -> DecodeState:
+            """As if the prompts, of zeros, had been prefilled."""
+            sizes = (batch.rows, batch.prompt_size, batch.max_new_tokens)
+            state = speculator.init_state(*sizes, costs)
+            return dataclasses.replace(state, length=lengths, pending_count=state.pending_count + 1)
 
-            def seconds_of(costs: Any) -> float:
-                # Prefill and what else is done once cancel out.
-                (once, _), (whole, steps) = generate(costs, 1), generate(costs, TIMED_TOKENS)
-                return (whole - once) / steps
+        first = step_costs.forced(speculator.lengths, 0)
+        shapes = jax.eval_shape(begun, first)
+        advance, _ = _advance_program(pair, speculator, batch, STEPS_A_VISIT, shapes)
+        begin_state = jax.jit(begun)
 
-            return step_costs.measure(speculator.lengths, seconds_of)
+        def seconds_of(costs: Any) -> float:
+            state = jax.block_until_ready(begin_state(costs))
+            begin = time.perf_counter()
+            for _ in range(TIMED_VISITS):
+                state = advance(pair.params, state, table, lengths)
+            drafts = jax.device_get(state.num_drafts)
+            seconds = time.perf_counter() - begin
+            # Answers of many drafts may end early; without drafts a step is a token.
+            return seconds / (drafts.max() or TIMED_VISITS * STEPS_A_VISIT)
 
-        pair.compiled[key] = step_costs.remembered(key, measured)
+        return step_costs.measure(speculator.lengths, seconds_of)
+
+    pair.compiled[key] = step_costs.remembered(key, measured)
     return pair.compiled[key]
+
+
+def _advance_program(
+    pair: Pair, speculator: Speculator, batch: Batch, num_steps: int, state: DecodeState
+) -> tuple[Any, float]:
+    """The program of at most `num_steps` steps, and the seconds that compiling took; state: its
+    shapes."""
+    _, lengths, table = batch.arrays()
+    return compiled(
+        pair.compiled,
+        ("advance", speculator, num_steps, batch.rows, batch.prompt_size, batch.max_new_tokens),
+        lambda: decode.jit_advance.lower(
+            pair.params,
+            state,
+            table,
+            lengths,
+            speculator=speculator,
+            max_new_tokens=batch.max_new_tokens,
+            num_steps=num_steps,
+        ),
+    )
 
 
 @dataclasses.dataclass
@@ -216,25 +284,21 @@ def visits(pair: Pair, speculator: Speculator, batch: Batch, *, num_steps: int) 
     """Prefill, then `num_steps` speculative steps between any two visits."""
     prompts, lengths, table = batch.arrays()
     sizes = (batch.rows, batch.prompt_size, batch.max_new_tokens)
+    beginning = Beginning.of(pair, speculator, batch)
+    speculator = beginning.speculator
     static = {"speculator": speculator, "max_new_tokens": batch.max_new_tokens}
-    costs = _step_costs(pair, speculator, batch)
+    args = (pair.params, prompts, lengths, table, beginning.step_costs, beginning.rates)
     prefill, prefill_seconds = compiled(
         pair.compiled,
         ("prefill", speculator, *sizes),
-        lambda: decode.jit_prefill.lower(pair.params, prompts, lengths, table, costs, **static),
+        lambda: decode.jit_prefill.lower(*args, **static),
     )
     begin = time.perf_counter()
-    state: DecodeState = prefill(pair.params, prompts, lengths, table, costs)
-    state_shapes = jax.eval_shape(lambda: state)
+    state: DecodeState = prefill(*args)
     # Behind the first visit: prefill's token need not wait for the steps' program.
     pool = concurrent.futures.ThreadPoolExecutor(1)
     compiling = pool.submit(
-        compiled,
-        pair.compiled,
-        ("advance", speculator, num_steps, *sizes),
-        lambda: decode.jit_advance.lower(
-            pair.params, state_shapes, table, lengths, num_steps=num_steps, **static
-        ),
+        _advance_program, pair, speculator, batch, num_steps, jax.eval_shape(lambda: state)
     )
     pool.shutdown(wait=False)
     compile_seconds = prefill_seconds
@@ -268,6 +332,7 @@ def visits(pair: Pair, speculator: Speculator, batch: Batch, *, num_steps: int) 
             compile_seconds,
         )
         if over.all():
+            beginning.learn(counters.rates, emitted)
             return
         if advance is None:
             waiting = time.perf_counter()

@@ -9,8 +9,8 @@ import numpy as np
 
 from peagle_jax.config import WeightForm
 from peagle_jax.convert.mxfp4 import dequantize
-from peagle_jax.models import quantised
-from peagle_jax.models.quantised import Int8Kernel, Mxfp4Kernel
+from peagle_jax.models import kernel_forms
+from peagle_jax.models.kernel_forms import Int8Kernel, Mxfp4Kernel
 
 MAGNITUDES = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
@@ -39,11 +39,11 @@ def in_form(params: Any, weights: WeightForm) -> Any:
     """Full parameters with the kernels that `--weights` names quantised."""
 
     def leaf(path: Any, array: Any) -> Any:
-        form = quantised.form_of(tuple(key.key for key in path), weights)
+        form = kernel_forms.form_of(tuple(key.key for key in path), weights)
         if form is Mxfp4Kernel:
             return packed(np.asarray(array))
         if form is Int8Kernel:
-            values, scales = quantised.quantise_int8(np.asarray(array))
+            values, scales = kernel_forms.quantise_int8(np.asarray(array))
             return {"values": values, "scales": scales}
         return array
 

@@ -35,6 +35,8 @@ FLOORS = (
     "decoding",
     "batching",
     "step_costs",
+    "prospects",
+    "outlook",
     "runner",
     "serving",
     "training",

@@ -46,7 +46,15 @@ def _write_rows(cache: Array, rows: Array, start: Array) -> Array:
     rows = jnp.swapaxes(rows, 1, 2).astype(cache.dtype)
     if cache.shape[0] == 1:
         # One slice update; the batched form below becomes a scatter loop.
-        return jax.lax.dynamic_update_slice(cache, rows, (0, 0, start[0], 0))
+        at = start[0]
+        if rows.shape[2] == 1 < cache.shape[2]:
+            # Of one row XLA on CPU would make an update for each reader, each on a copy of the
+            # cache. So it is written together with what its neighbour holds.
+            at = jnp.minimum(at, cache.shape[2] - 2)
+            pair = jax.lax.dynamic_slice_in_dim(cache, at, 2, axis=2)
+            here = jnp.arange(2)[:, None] == start[0] - at
+            rows = jnp.where(here, rows, pair)
+        return jax.lax.dynamic_update_slice(cache, rows, (0, 0, at, 0))
     return jax.vmap(lambda c, r, s: jax.lax.dynamic_update_slice(c, r, (0, s, 0)))(
         cache, rows, start
     )

@@ -67,8 +67,11 @@ class OwnEngine:
             seen.add(sizes)
             outputs = runner.run_whole(pair, speculator, batch)
             seconds += outputs[0].stats.compile_seconds
-            seconds += self._prefill(pair, speculator, batch)[1]
-            self._prefill_time(pair, speculator, batch)
+            for begun in (
+                {speculator, speculator.without_drafts} if speculator.lengths else [speculator]
+            ):
+                seconds += self._prefill(pair, begun, batch)[1]
+                self._prefill_time(pair, begun, batch)
         return seconds
 
     def run(self, case: Case) -> Run:
@@ -81,13 +84,17 @@ class OwnEngine:
         for batch in make_batches(self._requests, case.batch):
             outputs = runner.run_whole(pair, speculator, batch)
             seconds += outputs[0].stats.seconds
-            prefill_seconds += self._prefill_time(pair, speculator, batch)
+            begun = speculator
+            if speculator.lengths and not any(output.stats.num_drafts for output in outputs):
+                begun = speculator.without_drafts
+            prefill_seconds += self._prefill_time(pair, begun, batch)
             # The loop goes on until the last row is finished.
             steps += max(_steps(speculator, output.stats) for output in outputs)
             for request, output in zip(batch.requests, outputs, strict=True):
                 answers[request.index] = output.token_ids
                 drafts += output.stats.num_drafts
-                accepted += np.asarray(output.stats.accepted_per_position, np.int64)
+                if output.stats.num_drafts:
+                    accepted += np.asarray(output.stats.accepted_per_position, np.int64)
         return Run(
             [answers[request.index] for request in self._requests],
             seconds,

@@ -186,6 +186,7 @@ def _load(args: argparse.Namespace, methods: set[str]) -> tuple[dict[str, Pair],
     from peagle_jax import api
     from peagle_jax.config import network_method
     from peagle_jax.convert import checkpoint
+    from peagle_jax.models import kernel_forms
     from peagle_jax.runner import Pair
 
     networks = {method: network_method(cast("Method", method)) for method in methods}
@@ -206,7 +207,7 @@ def _load(args: argparse.Namespace, methods: set[str]) -> tuple[dict[str, Pair],
                 f"{config.method}, expected one"
             )
         found[config.method] = source
-        trees = {"target": plain.params["target"], "drafter": tree}
+        trees = {"target": plain.params["target"], "drafter": kernel_forms.two_way(tree)}
         pairs[config.method] = Pair(plain.target, config, trees, plain.tokenizer, plain.dtype)
     missing = sorted(needed - set(found))
     if missing:

@@ -46,7 +46,7 @@ def load_target(
             alone.
         weights: what is kept quantised: "mxfp4", a checkpoint's packed experts as they are;
             "int8", the kernels of linear layers, rounded. Such a kernel is a dict of arrays,
-            see models/quantised.py.
+            see models/kernel_forms.py.
 
     Raises InputError on anything that is not a whole checkpoint of a known target, and on
     "mxfp4" for one without packed experts.

@@ -18,11 +18,11 @@ from peagle_jax.convert.expert_tensors import InterleavedExperts
 from peagle_jax.convert.lazy_tensor import LazyTensor
 from peagle_jax.convert.opening import Checkpoint
 from peagle_jax.errors import InputError
-from peagle_jax.models import quantised
+from peagle_jax.models import kernel_forms
 
 
 def in_form(opened: Checkpoint, weights: WeightForm) -> Checkpoint:
-    """The checkpoint with each quantised kernel as the arrays of models/quantised.py.
+    """The checkpoint with each quantised kernel as the arrays of models/kernel_forms.py.
 
     Raises InputError for a form that is not known, and for mxfp4 where the experts are not packed
     in the file, or there are none.
@@ -35,11 +35,11 @@ def in_form(opened: Checkpoint, weights: WeightForm) -> Checkpoint:
         return opened
     tensors: dict[str, LazyTensor] = {}
     for path, tensor in opened.tensors.items():
-        form = quantised.form_of(tuple(path.split(".")), weights)
+        form = kernel_forms.form_of(tuple(path.split(".")), weights)
         if form is None:
             tensors[path] = tensor
         else:
-            parts = _packed(tensor) if form is quantised.Mxfp4Kernel else _rounded(tensor)
+            parts = _packed(tensor) if form is kernel_forms.Mxfp4Kernel else _rounded(tensor)
             tensors |= {f"{path}.{name}": part for name, part in parts.items()}
     if len(tensors) == len(opened.tensors):
         raise opened.reader.fail(
@@ -111,4 +111,4 @@ class RoundedKernel(LazyTensor):
 
     def rows(self, start: int, stop: int) -> np.ndarray:
         assert self.whole is not None
-        return quantised.quantise_int8(self.whole.rows(start, stop))[self.scales]
+        return kernel_forms.quantise_int8(self.whole.rows(start, stop))[self.scales]

@@ -25,6 +25,8 @@ FIRST_RATE = 0.6
 HOPED_RATE = 0.8
 # How much one observation counts: a rate forgets what is older than some 16 drafts.
 WEIGHT = 1 / 16
+# How much the mean of all sequences' observations counts besides: together they know sooner.
+SHARED_WEIGHT = 1 / 8
 # The drafter is fed at least every so many steps, so that it can be tried again: what a sequence
 # has confirmed since it drafted last is kept for it in as many rows.
 MOST_PENDING = 32
@@ -128,9 +130,11 @@ def observe(
     if not drafted:
         return rates
     place = jnp.arange(rates.shape[1])
-    seen = (place <= accepted[:, None]) & (place < drafted)
-    stood = (place < accepted[:, None]).astype(rates.dtype)
-    own = jnp.where(seen, rates + WEIGHT * (stood - rates), rates)
+    seen = (place <= accepted[:, None]) & (place < drafted) & drafting[:, None]
+    news = jnp.where(seen, (place < accepted[:, None]) - rates, 0.0)
+    witnesses = jnp.maximum(jnp.sum(seen, axis=0), 1)
+    shared = jnp.sum(news, axis=0) / witnesses * (1 - 1 / witnesses)
+    own = rates + WEIGHT * news + SHARED_WEIGHT * shared
     count = jnp.sum(drafting)
     mean = jnp.sum(jnp.where(drafting[:, None], own, 0.0), axis=0) / jnp.maximum(count, 1)
     return jnp.where(drafting[:, None], own, jnp.where(count > 0, mean, rates))

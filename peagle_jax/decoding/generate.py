@@ -24,18 +24,23 @@ PREFILL_CHUNK = 512
 @struct.dataclass
 class TokenStats:
     """Per request. Accepted drafts past an end of sequence or past max_new_tokens count, as in
-    vLLM: they were verified."""
+    vLLM: they were verified. rates: what was learnt of acceptance, see `DecodeState`."""
 
     hit_eos: Bool[Array, "batch"]
     num_drafts: Int[Array, "batch"]
     num_draft_tokens: Int[Array, "batch"]
     accepted_per_position: Int[Array, "batch drafts"]
+    rates: Float[Array, "batch rates"]
 
     @classmethod
     def of(cls, state: DecodeState) -> TokenStats:
         """A state's counters."""
         return cls(
-            state.hit_eos, state.num_drafts, state.num_draft_tokens, state.accepted_per_position
+            state.hit_eos,
+            state.num_drafts,
+            state.num_draft_tokens,
+            state.accepted_per_position,
+            state.rates,
         )
 
 
@@ -45,6 +50,7 @@ def generate_tokens(
     prompt_lengths: Int[Array, "batch"],
     requests: RequestArrays,
     step_costs: Float[Array, "lengths"] | None = None,
+    rates: Float[Array, "rates"] | None = None,
     *,
     speculator: Speculator,
     max_new_tokens: int,
@@ -57,7 +63,7 @@ def generate_tokens(
       prompts: token ids, padded on the right with anything.
       prompt_lengths: 1 .. prompt.
       requests: sampling parameters, an entry a row.
-      step_costs: see `Speculator.init_state`.
+      step_costs, rates: see `Speculator.init_state`.
       speculator: networks and method (static).
       max_new_tokens: size of the output (static); a row's own limit may be lower.
       prefill_chunk: prompts longer than this are prefilled in pieces of it (static);
@@ -74,6 +80,7 @@ def generate_tokens(
         prompt_lengths,
         requests,
         step_costs,
+        rates,
         speculator=speculator,
         max_new_tokens=max_new_tokens,
         prefill_chunk=prefill_chunk,
@@ -93,6 +100,7 @@ def prefill(
     prompt_lengths: Int[Array, "batch"],
     requests: RequestArrays,
     step_costs: Float[Array, "lengths"] | None = None,
+    rates: Float[Array, "rates"] | None = None,
     *,
     speculator: Speculator,
     max_new_tokens: int,
@@ -103,7 +111,7 @@ def prefill(
     chunk = min(size, prefill_chunk)
     if size % chunk:
         raise ValueError(f"prompt size {size} is not a multiple of the chunk {chunk}")
-    state = speculator.init_state(batch, size, max_new_tokens, step_costs)
+    state = speculator.init_state(batch, size, max_new_tokens, step_costs, rates)
     if state.history.shape[1]:
         state = dataclasses.replace(state, history=state.history.at[:, :size].set(prompts))
     # Row p of the drafter holds x_{p+1}; what row n-1 holds is not known yet, and the

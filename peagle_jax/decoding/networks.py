@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from peagle_jax.config import DrafterConfig, ModelConfig
 from peagle_jax.decoding.state import Params
-from peagle_jax.models import quantised
+from peagle_jax.models import kernel_forms
 from peagle_jax.models.decoder import Decoder
 from peagle_jax.models.drafter import Drafter
 
@@ -45,4 +45,4 @@ class Networks:
         target = self.params["target"]
         tied = self.target.tie_embeddings
         lent = target["embed_tokens"]["embedding"] if tied else target["lm_head"]["kernel"]
-        return self.of_drafter(stream, quantised.of_parameter(lent), method=method)
+        return self.of_drafter(stream, kernel_forms.of_parameter(lent), method=method)

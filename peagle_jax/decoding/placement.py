@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from peagle_jax import sharding
 from peagle_jax.config import DrafterConfig, ModelConfig
 from peagle_jax.errors import InputError
-from peagle_jax.models import decoder, quantised
+from peagle_jax.models import decoder, kernel_forms
 from peagle_jax.sharding import EXPERT, Rules
 
 
@@ -30,7 +30,7 @@ def target_shardings(
     experts = mesh.shape.get(EXPERT, 1)
     if experts > 1 and config.block.moe is None:
         raise InputError(f"mesh: {EXPERT}: found {experts}, expected 1 for a model without experts")
-    axes = quantised.axes_like(decoder.logical_axes(config), abstract)
+    axes = kernel_forms.axes_like(decoder.logical_axes(config), abstract)
     specs = sharding.partition_specs(axes, abstract, mesh, rules)
     return sharding.named(mesh, specs)
 

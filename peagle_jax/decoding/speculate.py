@@ -137,11 +137,13 @@ class Speculator:
         prompt_size: int,
         max_new_tokens: int,
         step_costs: Float[Array, "lengths"] | None = None,
+        rates: Float[Array, "rates"] | None = None,
     ) -> DecodeState:
         """Empty caches and counters for `batch` sequences.
 
         step_costs: of each of `lengths`, in milliseconds; None = equal, so that the longest
           draft is always taken.
+        rates: what is known of the acceptance of each draft; None = FIRST_RATE.
 
         The caches' spans: from a step's first position a verification writes K+1 positions
         and a draft of P pending rows up to P + K - 1, of which the next step may begin at any
@@ -150,6 +152,7 @@ class Speculator:
         capacity = self.required_capacity(prompt_size, max_new_tokens)
         k, dtype = self.num_draft_tokens, jnp.dtype(self.dtype)
         width = self.drafter.feature_size if self.drafter else 0
+        num_rates = k if self.lengths else 0
         draft_cache = None
         if self.drafter:
             span = self.pending_rows + k - 1
@@ -175,7 +178,8 @@ class Speculator:
             num_draft_tokens=zeros(),
             accepted_per_position=zeros(k),
             gave_up=zeros(dtype=bool),
-            rates=jnp.full((batch, k if self.lengths else 0), FIRST_RATE, jnp.float32),
+            rates=jnp.zeros((batch, num_rates), jnp.float32)
+            + (FIRST_RATE if rates is None else rates),
             step_costs=jnp.ones(len(self.lengths)) if step_costs is None else step_costs,
         )
 

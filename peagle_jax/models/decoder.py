@@ -16,6 +16,7 @@ from peagle_jax.config import ModelConfig
 from peagle_jax.models.attention import Attend, cached_attends
 from peagle_jax.models.block import Block, run_block
 from peagle_jax.models.cache import KVCache
+from peagle_jax.models.kernel_forms import Quantised
 from peagle_jax.models.layers import (
     Embed,
     Linear,
@@ -25,7 +26,6 @@ from peagle_jax.models.layers import (
     rope_tables,
 )
 from peagle_jax.models.paged_cache import Cache
-from peagle_jax.models.quantised import Quantised
 
 
 @struct.dataclass

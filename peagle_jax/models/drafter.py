@@ -17,10 +17,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from peagle_jax.config import BlockConfig, DrafterConfig
-from peagle_jax.models import quantised
+from peagle_jax.models import kernel_forms
 from peagle_jax.models.attention import Attend, Attention, cached_attends
 from peagle_jax.models.block import Block, Rope
 from peagle_jax.models.cache import KVCache
+from peagle_jax.models.kernel_forms import Quantised
 from peagle_jax.models.layers import (
     Embed,
     GatedMLP,
@@ -33,7 +34,6 @@ from peagle_jax.models.layers import (
     rope_tables,
 )
 from peagle_jax.models.paged_cache import Cache
-from peagle_jax.models.quantised import Quantised
 
 
 class FirstBlock(nn.Module):
@@ -199,7 +199,7 @@ class Drafter(nn.Module):
             return self.lm_head.kernel
         assert lent is not None
         if self.config.draft_vocab_size < self.config.vocab_size:
-            lent = quantised.take(lent, self.draft_to_target)
+            lent = kernel_forms.take(lent, self.draft_to_target)
         return lent if isinstance(lent, Quantised) else lent.astype(self.dtype)
 
     def target_ids(self, draft_ids: Int[Array, "*rows"]) -> Int[Array, "*rows"]:

@@ -18,8 +18,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from peagle_jax.config import GateConfig, RopeConfig
-from peagle_jax.models import quantised
-from peagle_jax.models.quantised import Quantised
+from peagle_jax.models import kernel_forms
+from peagle_jax.models.kernel_forms import KernelForm, TwoWayKernel
 
 INIT_STDDEV = 0.02
 # Rows that a matrix product handles at once at no extra cost.
@@ -40,12 +40,12 @@ def declare(
 ) -> Any:
     """The one declaration of a weight: `axes` names a logical axis per dimension.
 
-    A kernel that the parameters hold quantised comes as what it is, see quantised.py.
+    A kernel that is more than one array comes as what it is, see kernel_forms.py.
     """
     if module.has_variable("params", name):
         value = module.get_variable("params", name)
         if isinstance(value, Mapping):
-            return quantised.of_parameter(value)
+            return kernel_forms.of_parameter(value)
     return module.param(name, nn.with_logical_partitioning(init, axes), shape, dtype)
 
 
@@ -74,13 +74,18 @@ class Linear(nn.Module):
 
 
 def matmul_out_in(
-    x: Float[Array, "*rows in"], kernel: Float[Array, "out in"] | Quantised
+    x: Float[Array, "*rows in"], kernel: Float[Array, "out in"] | KernelForm
 ) -> Float[Array, "*rows out"]:
     """`x @ kernel.T`, computed as `(kernel @ x.T).T`, accumulated in float32.
 
     Of few rows, that order is what keeps a verification near the cost of one row on CPU
     (docs/design.md): XLA would turn it around there, so it is told not to.
     """
+    if isinstance(kernel, TwoWayKernel):
+        flat = x.reshape(-1, x.shape[-1])
+        if kernel.is_few(flat.shape[0]):
+            return kernel.few_rows(flat).reshape(*x.shape[:-1], kernel.shape[0])
+        kernel = kernel.out_in
     product = _product(x, kernel)
     if 1 < product.shape[1] <= _FEW_ROWS:
         keep = jax.lax.optimization_barrier
@@ -89,7 +94,7 @@ def matmul_out_in(
 
 
 def argmax_out_in(
-    x: Float[Array, "*rows in"], kernel: Float[Array, "out in"] | Quantised, scale: float = 1.0
+    x: Float[Array, "*rows in"], kernel: Float[Array, "out in"] | KernelForm, scale: float = 1.0
 ) -> Int[Array, "*rows"]:
     """The int32 argmax of `matmul_out_in(x, kernel) * scale`, without turning the product
     to rows first: over a vocabulary that copy is slow (docs/design.md)."""
@@ -97,7 +102,7 @@ def argmax_out_in(
     return best.astype(jnp.int32).reshape(x.shape[:-1])
 
 
-def _product(x: Float[Array, "*rows in"], kernel: Float[Array, "out in"] | Quantised) -> Array:
+def _product(x: Float[Array, "*rows in"], kernel: Float[Array, "out in"] | KernelForm) -> Array:
     """`kernel @ x.T` as float32 `[out, number of rows]`.
 
     5 to 31 rows are padded to whole tiles: on CPU these are faster, and other platforms pad to
@@ -107,7 +112,7 @@ def _product(x: Float[Array, "*rows in"], kernel: Float[Array, "out in"] | Quant
     rows = flat.shape[0]
     if ROW_TILE // 2 < rows < 4 * ROW_TILE:
         flat = jnp.pad(flat, ((0, -rows % ROW_TILE), (0, 0)))
-    return quantised.product(kernel, flat)[:, :rows]
+    return kernel_forms.product(kernel, flat)[:, :rows]
 
 
 class RMSNorm(nn.Module):

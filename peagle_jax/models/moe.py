@@ -6,7 +6,7 @@ every one reaches each expert it chose, whatever the batch: there is no capacity
 Few tokens are worked off in tiles: one expert's tokens a turn, so that the weights of the
 experts that were chosen are read, once, and no others. On TPU many tokens go through a grouped
 matrix product (`jax.lax.ragged_dot_general`); where XLA makes products over all experts of
-that, they go through tiles too. Experts that are packed (quantised.py) go through a kernel that
+that, they go through tiles too. Experts that are packed (kernel_forms.py) go through a kernel that
 unpacks them as it multiplies, where the device has one.
 
 Under a mesh (`jax.set_mesh`) with the axes `expert` or `model` each device works on its own
@@ -26,6 +26,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.mxfp4_matmul import mxfp4_matmul, own_kernel
 from peagle_jax.config import GateConfig, MoEConfig
+from peagle_jax.models.kernel_forms import Mxfp4Kernel, Quantised
 from peagle_jax.models.layers import (
     ROW_TILE,
     declare,
@@ -34,7 +35,6 @@ from peagle_jax.models.layers import (
     normal_init,
     zeros_init,
 )
-from peagle_jax.models.quantised import Mxfp4Kernel, Quantised
 from peagle_jax.sharding import EXPERT, MODEL
 
 # Tokens of one expert that are worked off at a time: enough to hide the reading of its weights.

@@ -25,7 +25,7 @@ from peagle_jax.convert.layouts import BY_ROWS
 from peagle_jax.decoding.generate import PREFILL_CHUNK
 from peagle_jax.decoding.placement import drafter_sharding, target_shardings
 from peagle_jax.errors import InputError
-from peagle_jax.models import decoder, drafter, quantised
+from peagle_jax.models import decoder, drafter, kernel_forms
 from peagle_jax.plan.estimate import GIB, MeshPlan
 from peagle_jax.serving import device, programs
 from peagle_jax.serving.device import ChunkArrays, InsertionArrays
@@ -178,7 +178,7 @@ def _programs(
         num_groups=groups,
         pending_rows=speculator.pending_rows,
     )
-    abstract = quantised.abstract(decoder.abstract_params(speculator.target, dtype), job.weights)
+    abstract = kernel_forms.abstract(decoder.abstract_params(speculator.target, dtype), job.weights)
     params = {"target": _placed(abstract, target_shardings(speculator.target, abstract, mesh))}
     if speculator.drafter:
         own = drafter.abstract_params(speculator.drafter, dtype)

@@ -18,7 +18,7 @@ from peagle_jax.decoding.generate import PREFILL_CHUNK
 from peagle_jax.decoding.speculate import Speculator
 from peagle_jax.errors import InputError
 from peagle_jax.mesh_shape import MeshShape
-from peagle_jax.models import decoder, drafter, quantised
+from peagle_jax.models import decoder, drafter, kernel_forms
 from peagle_jax.models.paged_cache import bytes_a_position
 from peagle_jax.serving import device
 from peagle_jax.sharding import DATA, EXPERT, MODEL
@@ -53,8 +53,8 @@ def target_weights(
     if weights == "mxfp4" and config.block.moe is None:
         raise InputError("--weights: found mxfp4 and a model without experts, expected some")
     full, axes = _described(config, dtype)
-    abstract = quantised.abstract(full, weights)
-    axes = quantised.axes_like(axes, abstract)
+    abstract = kernel_forms.abstract(full, weights)
+    axes = kernel_forms.axes_like(axes, abstract)
     placed = AbstractMesh((mesh.data, mesh.expert, mesh.model), (DATA, EXPERT, MODEL))
     sharding.check_heads(config.block, placed, sharding.TENSOR_RULES)
     if mesh.expert > 1 and config.block.moe is None:

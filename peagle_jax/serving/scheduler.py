@@ -27,8 +27,8 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from peagle_jax.errors import InputError
+from peagle_jax.prospects import Prospects
 from peagle_jax.serving.engine_protocol import Engine, Insertion, PrefillChunk
-from peagle_jax.serving.prospects import Prospects
 from peagle_jax.serving.sequence import Finished, FinishReason, Request, Tracked, Watch
 from peagle_jax.serving.slots import Slots
 
@@ -115,7 +115,7 @@ class Scheduler:
                 f"{self._shape.page_size}, the size of a page"
             )
         self._slots = Slots(self._shape)
-        self._prospects = Prospects(engine)
+        self._prospects = Prospects(engine, engine.shape.num_slots)
         self._waiting: list[Tracked] = []  # in order of arrival
         self._live: dict[Hashable, Tracked] = {}
         self._in_flight: collections.deque[_InFlight] = collections.deque()

@@ -11,7 +11,7 @@ import pytest
 from peagle_jax.convert.checkpoint import load_target
 from peagle_jax.convert.layouts import flatten
 from peagle_jax.errors import InputError
-from peagle_jax.models import decoder, quantised
+from peagle_jax.models import decoder, kernel_forms
 from tests.convert import test_expert_tensors as checkpoints
 from tests.convert.tiny import write_checkpoint
 from tests.kernels.contract import unchecked
@@ -71,7 +71,7 @@ def test_packed_experts_stay_packed(tmp_path: Path) -> None:
     assert set(found) == set(expected)
     for path, array in expected.items():
         assert np.array_equal(found[path], array), path
-    described = flatten(quantised.abstract(decoder.abstract_params(config), "mxfp4"))
+    described = flatten(kernel_forms.abstract(decoder.abstract_params(config), "mxfp4"))
     assert {p: (a.shape, a.dtype) for p, a in flatten(params).items()} == {
         p: (a.shape, a.dtype) for p, a in described.items()
     }

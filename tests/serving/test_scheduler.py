@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from peagle_jax import prospects
 from peagle_jax.errors import InputError
-from peagle_jax.serving import prospects
 from peagle_jax.serving.engine_protocol import EngineShape
 from peagle_jax.serving.scheduler import Policy, Scheduler
 from peagle_jax.serving.sequence import Tracked

@@ -1,8 +1,7 @@
-"""Kernels of linear layers that stay quantised: what they hold, and their product.
+"""Kernels of linear layers that are more than one array: what they hold, and their products.
 
-In the parameters a quantised kernel is a dict of arrays in the place of one array; which form
-it has is read from its keys. All of a network that touches kernels goes through here, so that
-no layer knows of forms.
+Quantised ones, and full ones that are held twice. In the parameters such a kernel is a dict of
+arrays in the place of one array; which form it has is read from its keys.
 """
 
 from __future__ import annotations
@@ -20,6 +19,10 @@ from pallas_kernels.mxfp4_matmul import BLOCK, dequantise
 from peagle_jax.config import WeightForm
 
 _INT8_MOST = 127
+# Up to so many rows Eigen's product is the faster one; scripts/few_rows.py times them.
+_EIGEN_ROWS = 16
+# All kernels of a network that are held twice; with more, memory is worth more than speed.
+MOST_TWO_WAY_BYTES = 2 << 30
 
 
 @struct.dataclass
@@ -81,8 +84,51 @@ class Mxfp4Kernel:
         return dict.fromkeys(("packed", "scales"), PartitionSpec(*experts, inner, out))
 
 
+@struct.dataclass
+class TwoWayKernel:
+    """A full kernel in both layouts, for CPU: one is faster for one row, one for a few.
+
+    Attributes:
+      out_in: the kernel.
+      in_out: its transpose.
+    """
+
+    out_in: Float[Array, "out in"]
+    in_out: Float[Array, "in out"]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the kernel, `[out, in]`."""
+        return self.out_in.shape
+
+    @staticmethod
+    def is_few(rows: int) -> bool:
+        """Whether a product with so many rows takes the transpose."""
+        return 1 < rows < 2 * _EIGEN_ROWS
+
+    def few_rows(self, x: Float[Array, "rows in"]) -> Float[Array, "rows out"]:
+        """`x @ kernel.T` in float32, by the transpose.
+
+        XLA on CPU hands products to YNNPACK, which packs both sides anew at every call, but for
+        one whose left side lies by its inputs: that goes to Eigen, which reads this layout at
+        nearly the speed of one row.
+        """
+        inner = 1
+        if x.shape[0] <= _EIGEN_ROWS:
+            x, inner = jax.lax.optimization_barrier(x.T), 0
+        return jax.lax.dot_general(
+            x, self.in_out, (((inner,), (0,)), ((), ())), preferred_element_type=jnp.float32
+        )
+
+    @staticmethod
+    def axes(*out_in: Any) -> dict[str, PartitionSpec]:
+        """Axes of its arrays from those of the kernel."""
+        return {"out_in": PartitionSpec(*out_in), "in_out": PartitionSpec(*reversed(out_in))}
+
+
 Quantised = Int8Kernel | Mxfp4Kernel
-_FORMS: tuple[type[Quantised], ...] = (Int8Kernel, Mxfp4Kernel)
+KernelForm = Quantised | TwoWayKernel
+_FORMS: tuple[type[KernelForm], ...] = (Int8Kernel, Mxfp4Kernel, TwoWayKernel)
 
 
 def _out_rows(kernel: Array, x: Array, inner_axis: int) -> Array:
@@ -98,7 +144,7 @@ def of_parameter(value: Any) -> Any:
     return value if form is None else form(**value)
 
 
-def _form(value: Any) -> type[Quantised] | None:
+def _form(value: Any) -> type[KernelForm] | None:
     if not isinstance(value, Mapping):
         return None
     names = set(value)
@@ -124,6 +170,31 @@ def quantise_int8(kernel: Any) -> tuple[Any, Any]:
     scales = abs(wide).max(axis=-1) / _INT8_MOST
     scales = scales + (scales == 0)  # rows of zeros
     return (wide / scales[..., None]).round().astype("int8"), scales.astype("float32")
+
+
+def two_way(params: Any) -> Any:
+    """Parameters with the float32 kernels of linear layers held twice, but for those of experts,
+    routers and heads; the same ones where that is too much memory, or elsewhere than on CPU,
+    whose products alone want it."""
+    if jax.default_backend() != "cpu":
+        return params
+    flat = jax.tree_util.tree_flatten_with_path(params)[0]
+    chosen = {
+        path: array
+        for path, array in flat
+        if path[-1].key == "kernel"
+        and array.ndim == 2
+        and array.dtype == jnp.float32
+        and not {"experts", "router", "lm_head"} & {key.key for key in path}
+    }
+    if sum(array.nbytes for array in chosen.values()) > MOST_TWO_WAY_BYTES:
+        return params
+    turn = jax.jit(jnp.transpose)
+
+    def leaf(path: Any, array: Any) -> Any:
+        return {"out_in": array, "in_out": turn(array)} if path in chosen else array
+
+    return jax.tree_util.tree_map_with_path(leaf, params)
 
 
 def form_of(path: tuple[str, ...], weights: WeightForm) -> type[Quantised] | None:

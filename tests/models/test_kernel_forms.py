@@ -1,4 +1,4 @@
-"""Kernels that stay quantised: their products, their places on a mesh, and networks with them."""
+"""Kernels that are more than one array: products, places on a mesh, and networks with them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels.target import Target, compile_for
 from peagle_jax.config import ModelConfig, MoEConfig
 from peagle_jax.errors import InputError
-from peagle_jax.models import decoder, drafter, moe, quantised
+from peagle_jax.models import decoder, drafter, kernel_forms, moe
 from peagle_jax.models.cache import KVCache
+from peagle_jax.models.kernel_forms import Int8Kernel, Mxfp4Kernel, TwoWayKernel
 from peagle_jax.models.layers import argmax_out_in, matmul_out_in
 from peagle_jax.models.moe import ExpertLinear, ExpertParams
-from peagle_jax.models.quantised import Int8Kernel, Mxfp4Kernel
 from peagle_jax.sharding import TENSOR_RULES, partition_specs
 from tests import quantised as made
 from tests.decoding import tiny
@@ -41,7 +41,7 @@ def experts(form: str) -> tuple[ExpertParams, ExpertParams]:
         tree = {"experts": {"kernel": kernel}}
         parts = made.in_form(tree, form)["experts"]["kernel"]  # type: ignore[arg-type]
         bias = jnp.asarray(rng.normal(size=(EXPERTS, out)), jnp.float32)
-        own = quantised.of_parameter(jax.tree.map(jnp.asarray, parts))
+        own = kernel_forms.of_parameter(jax.tree.map(jnp.asarray, parts))
         return ExpertLinear(own, bias), ExpertLinear(jnp.asarray(made.full(parts)), bias)
 
     pairs = [linear(WIDE, NARROW), linear(WIDE, NARROW), linear(NARROW, WIDE)]
@@ -83,7 +83,7 @@ def test_int8_rounds_to_the_nearest() -> None:
     rng = np.random.default_rng(0)
     kernel = (rng.normal(size=(5, 40)) * 10.0 ** np.arange(-2, 3)[:, None]).astype(np.float32)
     kernel[1] = 0
-    values, scales = quantised.quantise_int8(kernel)
+    values, scales = kernel_forms.quantise_int8(kernel)
     assert (values.dtype, scales.dtype) == (np.int8, np.float32)
     assert abs(values).max(axis=1).tolist() == [127, 0, 127, 127, 127]
     error = abs(values * scales[:, None] - kernel).max(axis=1)
@@ -93,13 +93,13 @@ def test_int8_rounds_to_the_nearest() -> None:
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_int8_products(dtype) -> None:
     rng = np.random.default_rng(0)
-    values, scales = quantised.quantise_int8(rng.normal(size=(24, 40)).astype(np.float32))
+    values, scales = kernel_forms.quantise_int8(rng.normal(size=(24, 40)).astype(np.float32))
     own = Int8Kernel(jnp.asarray(values), jnp.asarray(scales))
     x = jnp.asarray(rng.normal(size=(2, 3, 40)), dtype)
     expected = np.asarray(x, np.float64) @ (values * scales[:, None].astype(np.float64)).T
     np.testing.assert_allclose(matmul_out_in(x, own), expected, rtol=0, atol=1e-5)
     assert np.array_equal(argmax_out_in(x, own), expected.argmax(-1))
-    some = quantised.take(own, jnp.asarray([5, 2]))
+    some = kernel_forms.take(own, jnp.asarray([5, 2]))
     np.testing.assert_allclose(matmul_out_in(x, some), expected[..., [5, 2]], rtol=0, atol=1e-5)
 
 
@@ -112,7 +112,8 @@ def test_a_network(block, weights) -> None:
     own = made.in_form(tiny.target_params(config), weights)
     shapes = jax.tree.map(lambda x: (x.shape, x.dtype), own)
     assert shapes == jax.tree.map(
-        lambda x: (x.shape, x.dtype), quantised.abstract(decoder.abstract_params(config), weights)
+        lambda x: (x.shape, x.dtype),
+        kernel_forms.abstract(decoder.abstract_params(config), weights),
     )
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 23, (2, 9)))
     start = jnp.zeros(2, jnp.int32)
@@ -132,7 +133,7 @@ def test_a_drafter_is_lent_a_quantised_head() -> None:
     params = drafter.init(config, jax.random.key(0))
     params["draft_to_target"] = jnp.asarray([3, 1, 22, 4, 8, 11, 0, 2, 5], jnp.int32)
     kernel = np.random.default_rng(0).normal(size=(23, 16)).astype(np.float32)
-    values, scales = quantised.quantise_int8(kernel)
+    values, scales = kernel_forms.quantise_int8(kernel)
     own = Int8Kernel(jnp.asarray(values), jnp.asarray(scales))
     full = jnp.asarray(values * scales[:, None])
     stream = jnp.asarray(np.random.default_rng(1).normal(size=(2, 16)), jnp.float32)
@@ -148,7 +149,7 @@ def mesh(expert: int, model: int) -> AbstractMesh:
 
 
 def specs(config: ModelConfig, abstract: Any, mesh: AbstractMesh) -> Any:
-    axes = quantised.axes_like(decoder.logical_axes(config), abstract)
+    axes = kernel_forms.axes_like(decoder.logical_axes(config), abstract)
     return partition_specs(axes, abstract, mesh, TENSOR_RULES)
 
 
@@ -163,7 +164,7 @@ def specs(config: ModelConfig, abstract: Any, mesh: AbstractMesh) -> Any:
 )
 def test_arrays_lie_where_their_kernel_would(weights, leaf, gate, down) -> None:
     config = tiny.target_config(block=replace(MOE, num_kv_heads=2), vocab_size=24)
-    abstract = quantised.abstract(decoder.abstract_params(config), weights)
+    abstract = kernel_forms.abstract(decoder.abstract_params(config), weights)
     found = specs(config, abstract, mesh(3, 2))
     mlp = found["layers_1"]["mlp"]["experts"]
     assert mlp["gate_proj"]["kernel"][leaf] == gate
@@ -179,7 +180,7 @@ def test_arrays_lie_where_their_kernel_would(weights, leaf, gate, down) -> None:
 def test_blocks_that_do_not_divide_are_refused() -> None:
     """Two blocks of 32 inputs for four devices."""
     config = tiny.target_config(block=replace(MOE, num_heads=4, num_kv_heads=4), vocab_size=24)
-    abstract = quantised.abstract(decoder.abstract_params(config), "mxfp4")
+    abstract = kernel_forms.abstract(decoder.abstract_params(config), "mxfp4")
     specs(config, decoder.abstract_params(config), mesh(1, 4))
     with pytest.raises(InputError, match=r"mesh: model: found 4, expected a divisor of 2"):
         specs(config, abstract, mesh(1, 4))
@@ -189,3 +190,55 @@ def test_packed_kernels_know_their_shape() -> None:
     own, _ = experts("mxfp4")
     assert isinstance(own.gate.kernel, Mxfp4Kernel)
     assert own.gate.kernel.shape == (EXPERTS, WIDE, NARROW)
+
+
+@pytest.mark.parametrize(("rows", "few"), [(1, False), (2, True), (31, True), (32, False)])
+def test_the_layout_goes_by_the_rows(rows, few) -> None:
+    rng = np.random.default_rng(0)
+    kernel = rng.normal(size=(24, 40)).astype(np.float32)
+    nothing = np.full_like(kernel, np.nan)
+    own = TwoWayKernel(
+        jnp.asarray(nothing if few else kernel), jnp.asarray((kernel if few else nothing).T)
+    )
+    x = rng.normal(size=(rows, 40)).astype(np.float32)
+    expected = x.astype(np.float64) @ kernel.T
+    found = jax.jit(matmul_out_in)(jnp.asarray(x)[None], own)
+    assert found.shape == (1, rows, 24)
+    np.testing.assert_allclose(found[0], expected, rtol=0, atol=1e-5)
+    assert own.shape == (24, 40)
+
+
+@pytest.mark.parametrize("rows", [3, 16, 17])
+def test_a_network_in_both_layouts(rows) -> None:
+    config = tiny.target_config(block=FAMILIES["qwen3"])
+    full = tiny.target_params(config)
+    own = kernel_forms.two_way(full)
+    for proj in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        kernel = own["layers_1"]["self_attn"][proj]["kernel"]
+        assert kernel["out_in"] is full["layers_1"]["self_attn"][proj]["kernel"]
+        np.testing.assert_array_equal(kernel["in_out"], kernel["out_in"].T)
+    assert own["lm_head"] == full["lm_head"]
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 23, (1, rows)))
+
+    @jax.jit
+    def hidden(params: Any) -> Any:
+        network = decoder.Decoder(config)
+        cache = KVCache.init(config.block, 1, 24, jnp.float32)
+        start = jnp.zeros(1, jnp.int32)
+        return network.apply({"params": params}, tokens, start, cache).hidden
+
+    np.testing.assert_allclose(hidden(own), hidden(full), rtol=0, atol=1e-5)
+
+
+def test_what_is_not_held_twice(monkeypatch) -> None:
+    params = tiny.target_params(tiny.target_config(block=MOE))
+    layer = kernel_forms.two_way(params)["layers_1"]
+    assert set(layer["self_attn"]["q_proj"]["kernel"]) == {"out_in", "in_out"}
+    assert layer["mlp"] == params["layers_1"]["mlp"]  # router and experts
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    assert kernel_forms.two_way(half) == half
+    monkeypatch.setattr(kernel_forms, "MOST_TWO_WAY_BYTES", 100)
+    assert kernel_forms.two_way(params) is params
+    monkeypatch.undo()
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    assert kernel_forms.two_way(params) is params
