@@ -164,3 +164,20 @@ def test_caches_are_written_in_place(method, k, models) -> None:
         for leaf in jax.tree.leaves((after.target_cache, after.draft_cache))
     } == places
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((params, table)))
+
+
+def test_a_step_of_one_row_copies_no_cache(models) -> None:
+    """XLA on CPU makes a one-row update once for each of its readers, each on a copy, if it can."""
+    params = [SamplingParams(max_new_tokens=NEW_TOKENS)]
+    arguments = tiny.make_batch([[1, 2, 3]], params, PROMPT_SIZE, NEW_TOKENS).arrays()
+    options = static(models, "none", 0)
+    program = generate.jit_generate_tokens.lower(
+        models.params("none"), *arguments, **options
+    ).compile()
+    block = models.target.block
+    capacity = options["speculator"].required_capacity(PROMPT_SIZE, NEW_TOKENS)
+    cache = rf"f32\[1,{block.num_kv_heads},{capacity},{block.head_dim}\]"
+    text = str(program.as_text())
+    assert re.search(rf"= {cache}\S* fusion\(", text)
+    # What the loop carries, or a copy of it.
+    assert not re.findall(rf"= {cache}\S* copy\(%(?:get-tuple-element|copy)", text)
