@@ -13,6 +13,7 @@ import json
 import os
 import statistics
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def remembered(
 
 
 def _path(subject: Any) -> Path:
-    key = json.dumps([_device(), jax.__version__, repr(subject)])
+    key = json.dumps([_device(), jax.__version__, version("peagle-jax"), repr(subject)])
     return cache_folder() / "step_costs" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
 
 
