@@ -13,7 +13,6 @@ import json
 import os
 import statistics
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
+from peagle_jax import __version__
 from peagle_jax.compile_cache import cache_folder
 from peagle_jax.files import replace_file
 
@@ -75,7 +75,7 @@ def remembered(
 
 
 def _path(subject: Any) -> Path:
-    key = json.dumps([_device(), jax.__version__, version("peagle-jax"), repr(subject)])
+    key = json.dumps([_device(), jax.__version__, __version__, repr(subject)])
     return cache_folder() / "step_costs" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
 
 

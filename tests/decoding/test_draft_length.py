@@ -13,7 +13,7 @@ from peagle_jax import step_costs
 from peagle_jax.batching import Batch
 from peagle_jax.config import SamplingParams
 from peagle_jax.decoding import draft_length, generate, sampling
-from peagle_jax.decoding.draft_length import FIRST_RATE, MOST_PENDING, WEIGHT
+from peagle_jax.decoding.draft_length import FIRST_RATE, MOST_PENDING, SHARED_WEIGHT, WEIGHT
 from tests.decoding import tiny
 from tests.decoding.tiny import Tiny
 
@@ -128,9 +128,13 @@ def test_rates_follow_what_was_seen() -> None:
     up, down = 0.5 + WEIGHT * 0.5, 0.5 - WEIGHT * 0.5
     found = draft_length.observe(rates, accepted, 2, active)
     # Of the draft after a refused one, and of the third, which was not made, nothing is known.
-    drafting = [[down, 0.5, 0.5], [up, down, 0.5], [up, up, 0.5]]
+    alone = np.array([[down, 0.5, 0.5], [up, down, 0.5], [up, up, 0.5]])
+    # What three saw of the first draft, 1/6 more than expected, all learn by two thirds.
+    drafting = np.add(alone, [SHARED_WEIGHT * 2 / 3 * 1 / 6, 0, 0])
     # A row without a sequence takes what the others have on average.
     np.testing.assert_allclose(found, [*drafting, np.mean(drafting, axis=0)])
+    one = draft_length.observe(rates[:1], accepted[:1], 2, active[:1])
+    np.testing.assert_allclose(one, alone[:1])
     np.testing.assert_array_equal(draft_length.observe(rates, accepted * 0, 0, active), rates)
     np.testing.assert_array_equal(draft_length.observe(rates, accepted, 2, active & False), rates)
 
