@@ -34,6 +34,8 @@ MOST_PENDING = 32
 MOST_SHARE = 0.015
 # How much faster drafting must make decoding to be worth the drafter's part of prefill.
 LEAST_GAIN = 1.05
+# And to be worth a draft: costs and rates are known no better.
+LEAST_STEP_GAIN = 1.03
 
 
 class Choice(NamedTuple):
@@ -51,7 +53,8 @@ def choose(
     costs: Float[Array, "lengths"],
     lengths: tuple[int, ...],
 ) -> Choice:
-    """The draft length with the most tokens a millisecond, all active sequences together.
+    """The draft length with the most tokens a millisecond, all active sequences together; 0 where
+    no other is better by LEAST_STEP_GAIN.
 
     Where no more can be kept for the drafter, the length is one above 0, provided that a draft now
     and then costs little, or that drafts would pay if all sequences made them. Otherwise nothing
@@ -66,8 +69,10 @@ def choose(
     drafting = active & ~gave_up
     expected = jnp.where(drafting[:, None], _expected(rates, lengths), 1.0)
 
+    doubted = jnp.where(jnp.arange(len(lengths)) > 0, LEAST_STEP_GAIN, 1.0) * costs
+
     def value(sequences: Array) -> Array:
-        return jnp.sum(jnp.where(sequences[:, None], expected, 0.0), axis=0) / costs
+        return jnp.sum(jnp.where(sequences[:, None], expected, 0.0), axis=0) / doubted
 
     cheap = jnp.min(costs[1:]) - costs[0] <= MOST_SHARE * MOST_PENDING * costs[0]
     goes_on = cheap | (jnp.argmax(value(drafting)) > 0)
