@@ -46,18 +46,27 @@ def _write_rows(cache: Array, rows: Array, start: Array) -> Array:
     rows = jnp.swapaxes(rows, 1, 2).astype(cache.dtype)
     if cache.shape[0] == 1:
         # One slice update; the batched form below becomes a scatter loop.
-        at = start[0]
         if rows.shape[2] == 1 < cache.shape[2]:
-            # Of one row XLA on CPU would make an update for each reader, each on a copy of the
-            # cache. So it is written together with what its neighbour holds.
-            at = jnp.minimum(at, cache.shape[2] - 2)
-            pair = jax.lax.dynamic_slice_in_dim(cache, at, 2, axis=2)
-            here = jnp.arange(2)[:, None] == start[0] - at
-            rows = jnp.where(here, rows, pair)
-        return jax.lax.dynamic_update_slice(cache, rows, (0, 0, at, 0))
+            return jax.lax.platform_dependent(
+                cache, rows, start[0], cpu=_write_beside_neighbour, default=_write_slice
+            )
+        return _write_slice(cache, rows, start[0])
     return jax.vmap(lambda c, r, s: jax.lax.dynamic_update_slice(c, r, (0, s, 0)))(
         cache, rows, start
     )
+
+
+def _write_slice(cache: Array, rows: Array, start: Array) -> Array:
+    return jax.lax.dynamic_update_slice(cache, rows, (0, 0, start, 0))
+
+
+def _write_beside_neighbour(cache: Array, row: Array, start: Array) -> Array:
+    """One row, together with what its neighbour holds: of one alone XLA on CPU would make an
+    update for each reader, each on a copy of the cache."""
+    at = jnp.minimum(start, cache.shape[2] - 2)
+    pair = jax.lax.dynamic_slice_in_dim(cache, at, 2, axis=2)
+    here = jnp.arange(2)[:, None] == start - at
+    return _write_slice(cache, jnp.where(here, row, pair), at)
 
 
 def _write_ring(cache: Array, rows: Array, start: Array) -> Array:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.cache_write import write_cache, write_cache_paged
+from pallas_kernels.cache_write import reference, write_cache, write_cache_paged
 from pallas_kernels.target import Target, compile_for
 from tests.kernels.contract import Call, Case, KernelContract
 
@@ -96,3 +96,17 @@ def test_what_a_kernel_does_not_cover_is_refused():
         pytest.raises(NotImplementedError, match="multiples of 128"),
     ):
         call.function(**call.arrays, implementation="pallas_tpu")
+
+
+@pytest.mark.parametrize("start", [0, 3, 6, 7])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_one_sequence_in_plain_jax(rows, start):
+    rng = np.random.default_rng(start)
+    start = min(start, 8 - rows)
+    keys, values = rng.normal(size=(2, 1, 3, 8, 4)).astype(np.float32)
+    new_keys, new_values = rng.normal(size=(2, 1, rows, 3, 4)).astype(np.float32)
+    found = jax.jit(reference.write_cache)(keys, values, new_keys, new_values, jnp.array([start]))
+    for before, new, after in zip((keys, values), (new_keys, new_values), found, strict=True):
+        expected = before.copy()
+        expected[0, :, start : start + rows] = new[0].swapaxes(0, 1)
+        np.testing.assert_array_equal(after, expected)
