@@ -12,7 +12,7 @@ from importlib import metadata
 from typing import Any, NoReturn, TextIO
 
 from peagle_jax.commands import COMMANDS
-from peagle_jax.errors import EXIT_BAD_INPUT, InputError, exit_code
+from peagle_jax.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, InputError, exit_code
 
 
 class _Version(argparse.Action):
@@ -96,5 +96,15 @@ def _run(argv: Sequence[str] | None) -> int:
     return code
 
 
+def command() -> NoReturn:
+    """`main` as the program that it is."""
+    code = main()
+    if code == EXIT_INTERRUPTED:
+        # Threads of XLA may still compile; torn down beneath them the interpreter would crash.
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

@@ -216,7 +216,7 @@ def _step_costs(pair: Pair, speculator: Speculator, batch: Batch) -> Float[np.nd
 
         return step_costs.measure(speculator.lengths, seconds_of)
 
-    pair.compiled[key] = step_costs.remembered(key, measured)
+    pair.compiled[key] = step_costs.remembered(key, speculator.lengths, measured)
     return pair.compiled[key]
 
 

@@ -54,17 +54,20 @@ def measure(
 
 
 def remembered(
-    subject: Any, measured: Callable[[], Float[np.ndarray, "lengths"]]
+    subject: Any,
+    lengths: Sequence[int],
+    measured: Callable[[], Float[np.ndarray, "lengths"]],
 ) -> Float[np.ndarray, "lengths"]:
     """What was measured before for the same subject on this device, or `measured()`, kept.
 
     subject: something whose repr tells models, dtypes and sizes.
     """
     path = _path(subject)
-    try:
-        return np.array(json.loads(path.read_text())["milliseconds"], np.float32)
-    except (OSError, ValueError, KeyError, TypeError):
-        pass  # not there, or not whole: measured anew
+    # Not there, or not whole: measured anew.
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        kept = np.array(json.loads(path.read_text())["milliseconds"], np.float32)
+        if kept.shape == (len(lengths),) and np.isfinite(kept).all() and (kept > 0).all():
+            return kept
     costs = measured()
     content = {"device": _device(), "subject": repr(subject), "milliseconds": costs.tolist()}
     # A folder that cannot be written costs the next run the same seconds.

@@ -145,6 +145,13 @@ def test_a_peer_that_is_not_there_is_left_out(bench, tmp_path) -> None:
         (("--repeats", "0", "--methods", "none"), "--repeats: found 0"),
         (("--limit", "0"), "--limit: found 0"),
         (("--peer-python", "vllm"), "--peer-python: found 'vllm'"),
+        (("--peer-python", "vllm=/no/python"), "--peer-python: found 'vllm=/no/python', expected"),
+        (("--peer-python", f"vllm={sys.executable}"), "--peer-python: found vllm, expected one of"),
+        (("--methods", ""), "--methods: found '', expected a name"),
+        (("--methods", "none,,p-eagle"), "--methods: found 'none,,p-eagle', expected a name"),
+        (("--num-draft-tokens", "AUTO"), "--num-draft-tokens: found 'AUTO', expected a number, or"),
+        (("--methods", "none", "--out", ""), "--out: found '', expected a folder"),
+        (("--methods", "none", "--out", f"{__file__}/x"), f"--out: {__file__}/x: Not a directory"),
     ],
 )
 def test_bad_options_are_one_line(bench, options, message) -> None:

@@ -68,7 +68,7 @@ def test_one_bad_answer_does_not_end_drafting(pair) -> None:
 def test_a_batch_without_hope_is_plain_decoding(pair, stop, monkeypatch) -> None:
     subjects = []
 
-    def remembered(subject: Any, measured: Any) -> np.ndarray:
+    def remembered(subject: Any, lengths: Any, measured: Any) -> np.ndarray:
         subjects.append(subject)
         return costs
 

@@ -55,7 +55,7 @@ def test_nothing_else_is_inside(wheel):
 
 
 def test_command_is_registered(wheel):
-    assert "peagle = peagle_jax.cli:main" in wheel[1]
+    assert "peagle = peagle_jax.cli:command" in wheel[1]
 
 
 def test_readme_tree_names_every_file_of_the_library():

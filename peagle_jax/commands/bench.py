@@ -95,7 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
     output = parser.add_argument_group("output")
-    output.add_argument("--out", type=Path, required=True, metavar="DIR", help="a folder to write")
+    output.add_argument("--out", required=True, metavar="DIR", help="a folder to write")
     output.add_argument("--no-plot", action="store_true", help="draw nothing")
     output.add_argument("--json", action="store_true", help="print the results as JSON")
 
@@ -104,18 +104,21 @@ def run(args: argparse.Namespace) -> int:
     """Measures, prints a table and writes the folder; 1 where an own answer is not identical."""
     from peagle_jax.bench.cases import OURS, make_cases
 
-    methods = _names(args.methods)
+    peers = _names("--peers", args.peers) if args.peers else []
     cases = make_cases(
-        methods,
+        _names("--methods", args.methods),
         _draft_lengths(args.num_draft_tokens),
         numbers("--batch", args.batch),
-        _names(args.peers),
+        peers,
     )
-    if args.weights == "int8" and set(_names(args.peers)) - set(OURS):
+    if args.weights == "int8" and set(peers) - set(OURS):
         raise InputError(
             "--weights: found int8 with --peers, expected full: theirs are not rounded"
         )
-    pythons = _pythons(args.peer_python)
+    pythons = _pythons(args.peer_python, peers)
+    if not args.out:
+        raise InputError("--out: found '', expected a folder to write")
+    out = Path(args.out)
     prompts, names = read_prompts(args.prompts)
     if args.limit is not None:
         if args.limit < 1:
@@ -134,6 +137,7 @@ def run(args: argparse.Namespace) -> int:
     from peagle_jax.commands import bench_output
     from peagle_jax.config import SamplingParams
 
+    _make_folder(out)
     pairs, drafters = _load(args, {case.method for case in cases})
     pair = pairs["none"]
     params = SamplingParams(max_new_tokens=args.max_new_tokens)
@@ -151,9 +155,8 @@ def run(args: argparse.Namespace) -> int:
         "repeats": args.repeats,
         **report.environment(),
     }
-    args.out.mkdir(parents=True, exist_ok=True)
     with (
-        _peers(args, cases, pair, drafters, requests, pythons) as engines,
+        _peers(args, out, cases, pair, drafters, requests, pythons) as engines,
         progress_bar("bench") as progress,
     ):
         engines |= {
@@ -162,7 +165,7 @@ def run(args: argparse.Namespace) -> int:
         }
         kept = [case for case in cases if case.peer in engines]
         lines = session.result_lines(session.measure(engines, kept, args.repeats, progress))
-    bench_output.write_files(args.out, lines, settings, plots=not args.no_plot)
+    bench_output.write_files(out, lines, settings, plots=not args.no_plot)
     if args.json:
         print(json.dumps({"settings": settings, "results": lines}))
     else:
@@ -223,6 +226,7 @@ def _load(args: argparse.Namespace, methods: set[str]) -> tuple[dict[str, Pair],
 @contextlib.contextmanager
 def _peers(
     args: argparse.Namespace,
+    out: Path,
     cases: Sequence[Case],
     pair: Pair,
     drafters: dict[str, str],
@@ -272,7 +276,7 @@ def _peers(
             available_threads(),
         )
         for peer in asked:
-            log = stack.enter_context((args.out / f"{peer}.log").open("w"))
+            log = stack.enter_context((out / f"{peer}.log").open("w"))
             try:
                 process = PeerProcess(peer, told, log, pythons.get(peer))
             except EngineError as error:
@@ -283,26 +287,44 @@ def _peers(
         yield engines
 
 
-def _names(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
+def _names(option: str, text: str) -> list[str]:
+    """Those of "a,b"; raises InputError naming the option where one is missing."""
+    names = [part.strip() for part in text.split(",")]
+    if not all(names):
+        raise InputError(f"{option}: found {text!r}, expected a name, or some as in a,b")
+    return names
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--out: {folder}: {error.strerror}, expected a folder to write") from None
 
 
 def _draft_lengths(text: str) -> list[int | str]:
-    names = _names(text)
+    option = "--num-draft-tokens"
+    names = _names(option, text)
     fixed = [name for name in names if name != AUTO]
     lengths: list[int | str] = []
-    if fixed or not names:
-        lengths += numbers("--num-draft-tokens", ",".join(fixed))
+    try:
+        lengths += numbers(option, ",".join(fixed)) if fixed else []
+    except InputError as error:
+        raise InputError(f"{error}, or {AUTO}") from None
     return lengths + [AUTO] * (AUTO in names)
 
 
-def _pythons(options: Sequence[str]) -> dict[str, str]:
+def _pythons(options: Sequence[str], peers: Sequence[str]) -> dict[str, str]:
     found = {}
     for option in options:
         peer, sign, python = option.partition("=")
         if not sign or not Path(python).is_file():
             raise InputError(
-                f"--peer-python: found {option!r}, expected PEER=PYTHON, PYTHON an interpreter"
+                f"--peer-python: found {option!r}, expected PEER=PYTHON, PYTHON an interpreter's "
+                "file"
             )
+        if peer not in peers:
+            known = ", ".join(peers) or "none"
+            raise InputError(f"--peer-python: found {peer}, expected one of --peers, here {known}")
         found[peer] = python
     return found

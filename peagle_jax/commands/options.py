@@ -58,7 +58,7 @@ def _number_of_drafts(text: str) -> int | str:
     return text if text == "auto" else int(text)
 
 
-_number_of_drafts.__name__ = "number"  # what argparse calls it
+_number_of_drafts.__name__ = "number or auto"  # what argparse calls it
 
 
 def add_drafting(options: Options) -> None:

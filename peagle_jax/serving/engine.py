@@ -247,7 +247,7 @@ class PagedEngine:
         else:
             axes = None if self._mesh is None else dict(self._mesh.shape)
             subject = ("engine", self._speculator, self.shape.num_slots, num_steps, axes)
-            costs = step_costs.remembered(subject, measured)
+            costs = step_costs.remembered(subject, self._speculator.lengths, measured)
         self._set_step_costs(costs)
 
         def worth(rate: float) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -247,15 +248,23 @@ def test_costs_are_medians_and_are_remembered(monkeypatch, tmp_path) -> None:
     def measured():
         return step_costs.measure(LENGTHS, seconds_of)
 
-    first = step_costs.remembered(("a", 1), measured)
+    first = step_costs.remembered(("a", 1), LENGTHS, measured)
     np.testing.assert_allclose(first, [20, 30, 50], rtol=1e-6)
     assert calls == [0, 1, 2] * 4
-    np.testing.assert_array_equal(step_costs.remembered(("a", 1), measured), first)
+    np.testing.assert_array_equal(step_costs.remembered(("a", 1), LENGTHS, measured), first)
     assert len(calls) == 12
     (kept,) = tmp_path.glob("step_costs/*.json")
-    kept.write_text("{")
+    whole = kept.read_text()
+    for torn in ("{", "[]", *(json.dumps({"milliseconds": m}) for m in ([1, 2], [1, 2, 0]))):
+        kept.write_text(torn)
+        times = iter([9, 9, 9, 0.01, 0.03, 0.05, 0.02, 0.02, 0.01, 0.03, 0.04, 0.06])
+        np.testing.assert_array_equal(step_costs.remembered(("a", 1), LENGTHS, measured), first)
+        assert kept.read_text() == whole
+    kept.write_text('{"milliseconds": [1, NaN, 3]}')
     times = iter([0.01] * 12)
-    np.testing.assert_allclose(step_costs.remembered(("a", 1), measured), [10] * 3, rtol=1e-6)
+    np.testing.assert_allclose(
+        step_costs.remembered(("a", 1), LENGTHS, measured), [10] * 3, rtol=1e-6
+    )
 
 
 def test_plain_decoding_keeps_nothing_for_a_drafter(models) -> None:
