@@ -65,11 +65,11 @@ class OwnEngine:
             if sizes in seen:
                 continue
             seen.add(sizes)
-            outputs = runner.run_whole(pair, speculator, batch)
-            seconds += outputs[0].stats.compile_seconds
-            for begun in (
-                {speculator, speculator.without_drafts} if speculator.lengths else [speculator]
-            ):
+            # Where no draft is worth it batches are decoded without a drafter.
+            begins = [speculator, *([speculator.without_drafts] if speculator.lengths else [])]
+            for begun in begins:
+                outputs = runner.run_whole(pair, begun, batch)
+                seconds += outputs[0].stats.compile_seconds
                 seconds += self._prefill(pair, begun, batch)[1]
                 self._prefill_time(pair, begun, batch)
         return seconds
