@@ -22,7 +22,7 @@ class Outlook:
 
     Attributes:
       rates: acceptance of each draft, those before it being accepted.
-      worth_drafting, worth_trying: of the next batch, see `prospects.Decoder`.
+      worth_drafting, worth_trying: of the next batch, see `prospects.Experience`.
     """
 
     def __init__(self, speculator: Speculator) -> None:

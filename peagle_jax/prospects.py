@@ -13,24 +13,24 @@ STEPS_UNTIL_TRIED = 2000
 
 
 @runtime_checkable
-class Decoder(Protocol):
-    """What decodes and tells how drafts did."""
+class Experience(Protocol):
+    """What tells how drafts did so far, and might do."""
 
     @property
     def worth_drafting(self) -> bool:
-        """Whether new sequences should have a drafter, by the acceptance seen."""
+        """Whether new sequences should draft, by what results have told so far."""
 
     @property
     def worth_trying(self) -> bool:
-        """Whether they should if their drafts were good."""
+        """Whether drafting may pay at all, by what steps cost."""
 
 
 class Prospects:
     """What is asked before a sequence begins."""
 
-    def __init__(self, decoder: Decoder, num_tries: int) -> None:
+    def __init__(self, experience: Experience, num_tries: int) -> None:
         """num_tries: how many sequences try again together."""
-        self._decoder, self._num_tries = decoder, num_tries
+        self._experience, self._num_tries = experience, num_tries
         self._steps_without = self._tries = 0
 
     def stepped(self, num_steps: int, drafts: bool) -> None:
@@ -42,7 +42,7 @@ class Prospects:
     def of_next(self) -> tuple[bool, bool]:
         """Of the next sequence: whether it has a drafter, and whether what was found of drafts is
         forgotten."""
-        if self._tries and self._decoder.worth_trying:
+        if self._tries and self._experience.worth_trying:
             self._tries -= 1
             return True, True
-        return self._decoder.worth_drafting, False
+        return self._experience.worth_drafting, False

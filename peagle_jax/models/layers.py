@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from peagle_jax.config import GateConfig, RopeConfig
 from peagle_jax.models import kernel_forms
-from peagle_jax.models.kernel_forms import KernelForm, TwoWayKernel
+from peagle_jax.models.kernel_forms import KernelForm, Quantised, TwoWayKernel
 
 INIT_STDDEV = 0.02
 # Rows that a matrix product handles at once at no extra cost.
@@ -94,7 +94,7 @@ def matmul_out_in(
 
 
 def argmax_out_in(
-    x: Float[Array, "*rows in"], kernel: Float[Array, "out in"] | KernelForm, scale: float = 1.0
+    x: Float[Array, "*rows in"], kernel: Float[Array, "out in"] | Quantised, scale: float = 1.0
 ) -> Int[Array, "*rows"]:
     """The int32 argmax of `matmul_out_in(x, kernel) * scale`, without turning the product
     to rows first: over a vocabulary that copy is slow (docs/design.md)."""
@@ -102,7 +102,7 @@ def argmax_out_in(
     return best.astype(jnp.int32).reshape(x.shape[:-1])
 
 
-def _product(x: Float[Array, "*rows in"], kernel: Float[Array, "out in"] | KernelForm) -> Array:
+def _product(x: Float[Array, "*rows in"], kernel: Float[Array, "out in"] | Quantised) -> Array:
     """`kernel @ x.T` as float32 `[out, number of rows]`.
 
     5 to 31 rows are padded to whole tiles: on CPU these are faster, and other platforms pad to

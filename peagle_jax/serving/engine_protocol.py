@@ -19,6 +19,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from peagle_jax.config import SamplingParams
+from peagle_jax.prospects import Experience
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,20 +141,12 @@ class StepResults:
 
 
 @runtime_checkable
-class Engine(Protocol):
+class Engine(Experience, Protocol):
     """Slots over a paged cache. Slots are 0 .. num_slots - 1."""
 
     @property
     def shape(self) -> EngineShape:
         """Fixed sizes."""
-
-    @property
-    def worth_drafting(self) -> bool:
-        """Whether new sequences should draft, by what results have told so far."""
-
-    @property
-    def worth_trying(self) -> bool:
-        """Whether drafting may pay at all, by what steps cost."""
 
     def prefill(self, chunks: Sequence[PrefillChunk]) -> None:
         """Computes parts of prompts, of different slots."""
