@@ -7,6 +7,7 @@ Activations and weights share one dtype; norms, softmax and logits work in float
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -69,28 +70,60 @@ class Linear(nn.Module):
             self.bias = declare(self, "bias", shape[:1], self.axes[:1], zeros_init, self.dtype)
 
     def __call__(self, x: Float[Array, "*rows in"]) -> Float[Array, "*rows out"]:
-        y = matmul_out_in(x, self.kernel).astype(self.dtype)
+        y = _narrow(x, self.kernel, jnp.dtype(self.dtype))
         return y + self.bias if self.use_bias else y
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _narrow(x: Array, kernel: Any, dtype: Any) -> Array:
+    """`matmul_out_in` in `dtype`, as its gradient's products are too: plainly differentiated
+    they would have one wide side, which holds nothing more and which few machines multiply."""
+    return matmul_out_in(x, kernel).astype(dtype)
+
+
+def _narrow_forward(x: Array, kernel: Any, dtype: Any) -> tuple[Array, tuple[Array, Any]]:
+    return _narrow(x, kernel, dtype), (x, kernel)
+
+
+def _narrow_backward(dtype: Any, kept: tuple[Array, Any], gradient: Array) -> tuple[Array, Any]:
+    del dtype
+    x, kernel = kept
+    rows, inner = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
+    along_x = _multiply(rows, kernel, (1, 0))
+    along_kernel = _multiply(rows, inner, (0, 0))
+    return along_x.astype(x.dtype).reshape(x.shape), along_kernel.astype(kernel.dtype)
+
+
+_narrow.defvjp(_narrow_forward, _narrow_backward)
 
 
 def matmul_out_in(
     x: Float[Array, "*rows in"], kernel: Float[Array, "out in"] | KernelForm
 ) -> Float[Array, "*rows out"]:
-    """`x @ kernel.T`, computed as `(kernel @ x.T).T`, accumulated in float32.
+    """`x @ kernel.T`, accumulated in float32; of few rows computed as `(kernel @ x.T).T`.
 
-    Of few rows, that order is what keeps a verification near the cost of one row on CPU
-    (docs/design.md): XLA would turn it around there, so it is told not to.
+    That order is what keeps a verification near the cost of one row on CPU (docs/design.md):
+    XLA would turn it around there, so it is told not to. Of many rows it would only be a copy.
     """
+    flat = x.reshape(-1, x.shape[-1])
+    rows = flat.shape[0]
     if isinstance(kernel, TwoWayKernel):
-        flat = x.reshape(-1, x.shape[-1])
-        if kernel.is_few(flat.shape[0]):
+        if kernel.is_few(rows):
             return kernel.few_rows(flat).reshape(*x.shape[:-1], kernel.shape[0])
         kernel = kernel.out_in
+    if rows > _FEW_ROWS and not isinstance(kernel, Quantised):
+        product = _multiply(flat, kernel, (1, 1))
+        return product.reshape(*x.shape[:-1], kernel.shape[0])
     product = _product(x, kernel)
-    if 1 < product.shape[1] <= _FEW_ROWS:
+    if 1 < rows <= _FEW_ROWS:
         keep = jax.lax.optimization_barrier
         product = jax.lax.platform_dependent(product, cpu=keep, default=lambda y: y)
     return product.T.reshape(*x.shape[:-1], kernel.shape[0])
+
+
+def _multiply(a: Array, b: Array, contracted: tuple[int, int]) -> Array:
+    axes = tuple((axis,) for axis in contracted)
+    return jax.lax.dot_general(a, b, (axes, ((), ())), preferred_element_type=jnp.float32)
 
 
 def argmax_out_in(
@@ -98,8 +131,19 @@ def argmax_out_in(
 ) -> Int[Array, "*rows"]:
     """The int32 argmax of `matmul_out_in(x, kernel) * scale`, without turning the product
     to rows first: over a vocabulary that copy is slow (docs/design.md)."""
-    best = jnp.argmax(_product(x, kernel) * scale, axis=0)
+    scores = _product(x, kernel) * scale
+    best = jax.lax.platform_dependent(
+        scores, cpu=_argmax_in_two, default=lambda y: jnp.argmax(y, axis=0)
+    )
     return best.astype(jnp.int32).reshape(x.shape[:-1])
+
+
+def _argmax_in_two(scores: Float[Array, "out rows"]) -> Int[Array, "rows"]:
+    """The argmax of every row: its maximum, then where that is first. XLA on CPU vectorises each
+    of the two, but not one reduction of values and places together."""
+    places = jax.lax.broadcasted_iota(jnp.int32, scores.shape, 0)
+    last = scores.shape[0] - 1
+    return jnp.min(jnp.where(scores == jnp.max(scores, axis=0), places, last), axis=0)
 
 
 def _product(x: Float[Array, "*rows in"], kernel: Float[Array, "out in"] | Quantised) -> Array:
