@@ -65,7 +65,9 @@ def load(folder: Path) -> Any:
             norm_before_residual=config["norm_before_residual"],
             speculators_config=SpeculatorsConfig(
                 algorithm="peagle",
-                proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=5)],
+                proposal_methods=[
+                    GreedyTokenProposalConfig(speculative_tokens=config["speculative_tokens"])
+                ],
                 default_proposal_method="greedy",
                 verifier=VerifierConfig(name_or_path=None, architectures=["LlamaForCausalLM"]),
             ),
