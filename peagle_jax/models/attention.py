@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from peagle_jax.config import BlockConfig
 from peagle_jax.models.cache import LayerCache
-from peagle_jax.models.layers import Linear, RMSNorm, declare, normal_init, rotate
+from peagle_jax.models.layers import Linear, RMSNorm, beside, declare, normal_init, rotate
 from peagle_jax.models.paged_cache import Cache, PagedLayerCache
 
 # (q [batch, rows, heads, dim], k, v [batch, rows, kv_heads, dim], in networks with attention
@@ -45,16 +45,21 @@ class Attention(nn.Module):
     ) -> tuple[Float[Array, "batch rows hidden"], Any]:
         c = self.config
 
-        def project(heads: int, axis: str, name: str) -> Float[Array, "batch rows heads dim"]:
+        def project(heads: int, axis: str, name: str) -> Linear:
             size = heads * c.head_dim
-            layer = Linear(
-                size, self.in_features, (axis, "embed"), c.qkv_bias, self.dtype, name=name
-            )
-            return layer(x).reshape(*x.shape[:2], heads, c.head_dim)
+            axes = (axis, "embed")
+            return Linear(size, self.in_features, axes, c.qkv_bias, self.dtype, name=name)
 
-        q = project(c.num_heads, "heads", "q_proj")
-        k = project(c.num_kv_heads, "kv_heads", "k_proj")
-        v = project(c.num_kv_heads, "kv_heads", "v_proj")
+        projected = beside(
+            self,
+            [
+                project(c.num_heads, "heads", "q_proj"),
+                project(c.num_kv_heads, "kv_heads", "k_proj"),
+                project(c.num_kv_heads, "kv_heads", "v_proj"),
+            ],
+            x,
+        )
+        q, k, v = (y.reshape(*x.shape[:2], -1, c.head_dim) for y in projected)
         if c.qk_norm:
             q = RMSNorm(c.head_dim, c.rms_norm_eps, self.dtype, name="q_norm")(q)
             k = RMSNorm(c.head_dim, c.rms_norm_eps, self.dtype, name="k_norm")(k)

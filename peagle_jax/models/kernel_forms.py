@@ -6,7 +6,7 @@ arrays in the place of one array; which form it has is read from its keys.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +23,8 @@ _INT8_MOST = 127
 _EIGEN_ROWS = 16
 # All kernels of a network that are held twice; with more, memory is worth more than speed.
 MOST_TWO_WAY_BYTES = 2 << 30
+# Linear layers of one module that read the same input.
+_BESIDE = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 @struct.dataclass
@@ -102,28 +104,36 @@ class TwoWayKernel:
         return self.out_in.shape
 
     @staticmethod
-    def is_few(rows: int) -> bool:
-        """Whether a product with so many rows takes the transpose."""
-        return 1 < rows < 2 * _EIGEN_ROWS
-
-    def few_rows(self, x: Float[Array, "rows in"]) -> Float[Array, "rows out"]:
-        """`x @ kernel.T` in float32, by the transpose.
-
-        XLA on CPU hands products to YNNPACK, which packs both sides anew at every call, but for
-        one whose left side lies by its inputs: that goes to Eigen, which reads this layout at
-        nearly the speed of one row.
-        """
-        inner = 1
-        if x.shape[0] <= _EIGEN_ROWS:
-            x, inner = jax.lax.optimization_barrier(x.T), 0
-        return jax.lax.dot_general(
-            x, self.in_out, (((inner,), (0,)), ((), ())), preferred_element_type=jnp.float32
-        )
-
-    @staticmethod
     def axes(*out_in: Any) -> dict[str, PartitionSpec]:
         """Axes of its arrays from those of the kernel."""
         return {"out_in": PartitionSpec(*out_in), "in_out": PartitionSpec(*reversed(out_in))}
+
+
+def is_few(rows: int) -> bool:
+    """Whether a product with so many rows takes a transpose, where there is one."""
+    return 1 < rows < 2 * _EIGEN_ROWS
+
+
+def few_rows(
+    x: Float[Array, "rows in"], in_out: Float[Array, "in out"]
+) -> Float[Array, "rows out"]:
+    """`x @ in_out` in float32, of few rows on CPU.
+
+    XLA hands products there to YNNPACK, which packs both sides anew at every call, but for one
+    whose left side lies by its inputs: that goes to Eigen, which reads this layout at nearly
+    the speed of one row.
+    """
+    inner = 1
+    if x.shape[0] <= _EIGEN_ROWS:
+        x, inner = jax.lax.optimization_barrier(x.T), 0
+    return jax.lax.dot_general(
+        x, in_out, (((inner,), (0,)), ((), ())), preferred_element_type=jnp.float32
+    )
+
+
+def joined_name(names: Sequence[str]) -> str:
+    """What a module's parameters call the joined kernels of its linear layers."""
+    return "+".join(names)
 
 
 Quantised = Int8Kernel | Mxfp4Kernel
@@ -175,7 +185,11 @@ def quantise_int8(kernel: Any) -> tuple[Any, Any]:
 def two_way(params: Any) -> Any:
     """Parameters with the float32 kernels of linear layers held twice, but for those of experts,
     routers and heads; the same ones where that is too much memory, or elsewhere than on CPU,
-    whose products alone want it."""
+    whose products alone want it.
+
+    A kernel becomes a `TwoWayKernel`. Where layers of a module read the same input, theirs stay
+    as they were, and the module has the transposes of them all in one array, `joined_name`.
+    """
     if jax.default_backend() != "cpu":
         return params
     flat = jax.tree_util.tree_flatten_with_path(params)[0]
@@ -189,12 +203,36 @@ def two_way(params: Any) -> Any:
     }
     if sum(array.nbytes for array in chosen.values()) > MOST_TWO_WAY_BYTES:
         return params
-    turn = jax.jit(jnp.transpose)
+    return _held_twice(params, {id(array) for array in chosen.values()})
 
-    def leaf(path: Any, array: Any) -> Any:
-        return {"out_in": array, "in_out": turn(array)} if path in chosen else array
 
-    return jax.tree_util.tree_map_with_path(leaf, params)
+def _held_twice(params: Any, chosen: set[int]) -> Any:
+    """Layers that read the same input have their transposes joined, beside them; the others'
+    are in their kernels."""
+
+    def kernel(name: str) -> Any:
+        layer = params.get(name)
+        found = layer.get("kernel") if isinstance(layer, Mapping) else None
+        return found if id(found) in chosen else None
+
+    groups = [group for group in _BESIDE if all(kernel(name) is not None for name in group)]
+    joined = {name for group in groups for name in group}
+    held = {}
+    for name, value in params.items():
+        if isinstance(value, Mapping):
+            held[name] = value if name in joined else _held_twice(value, chosen)
+        elif id(value) in chosen:
+            held[name] = {"out_in": value, "in_out": _turned([value])}
+        else:
+            held[name] = value
+    for group in groups:
+        held[joined_name(group)] = _turned([kernel(name) for name in group])
+    return held
+
+
+@jax.jit
+def _turned(kernels: list[Array]) -> Array:
+    return jnp.concatenate([kernel.T for kernel in kernels], axis=1)
 
 
 def form_of(path: tuple[str, ...], weights: WeightForm) -> type[Quantised] | None:

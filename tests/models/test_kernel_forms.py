@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import replace
 from typing import Any
 
@@ -209,14 +210,27 @@ def test_the_layout_goes_by_the_rows(rows, few) -> None:
 
 
 @pytest.mark.parametrize("rows", [3, 16, 17])
-def test_a_network_in_both_layouts(rows) -> None:
-    config = tiny.target_config(block=FAMILIES["qwen3"])
-    full = tiny.target_params(config)
+@pytest.mark.parametrize("biases", [False, True])
+def test_a_network_in_both_layouts(rows, biases) -> None:
+    block = dataclasses.replace(FAMILIES["qwen3"], qkv_bias=biases, mlp_bias=biases)
+    config = tiny.target_config(block=block)
+    # Biases begin as zeros.
+    full = jax.tree.map(
+        lambda x: x + 0.01 * jnp.arange(x.size).reshape(x.shape) / x.size,
+        tiny.target_params(config),
+    )
     own = kernel_forms.two_way(full)
-    for proj in ("q_proj", "k_proj", "v_proj", "o_proj"):
-        kernel = own["layers_1"]["self_attn"][proj]["kernel"]
-        assert kernel["out_in"] is full["layers_1"]["self_attn"][proj]["kernel"]
-        np.testing.assert_array_equal(kernel["in_out"], kernel["out_in"].T)
+    attention, plain = own["layers_1"]["self_attn"], full["layers_1"]["self_attn"]
+    kernel = attention["o_proj"]["kernel"]
+    assert kernel["out_in"] is plain["o_proj"]["kernel"]
+    np.testing.assert_array_equal(kernel["in_out"], kernel["out_in"].T)
+    # What reads the same input is joined, and stays as it was for one row.
+    names = ["q_proj", "k_proj", "v_proj"]
+    assert all(attention[name] is plain[name] for name in names)
+    np.testing.assert_array_equal(
+        attention["q_proj+k_proj+v_proj"], np.concatenate([plain[n]["kernel"] for n in names]).T
+    )
+    assert set(own["layers_1"]["mlp"]) == {*full["layers_1"]["mlp"], "gate_proj+up_proj"}
     assert own["lm_head"] == full["lm_head"]
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 23, (1, rows)))
 
@@ -233,7 +247,7 @@ def test_a_network_in_both_layouts(rows) -> None:
 def test_what_is_not_held_twice(monkeypatch) -> None:
     params = tiny.target_params(tiny.target_config(block=MOE))
     layer = kernel_forms.two_way(params)["layers_1"]
-    assert set(layer["self_attn"]["q_proj"]["kernel"]) == {"out_in", "in_out"}
+    assert set(layer["self_attn"]["o_proj"]["kernel"]) == {"out_in", "in_out"}
     assert layer["mlp"] == params["layers_1"]["mlp"]  # router and experts
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
     assert kernel_forms.two_way(half) == half
