@@ -149,7 +149,7 @@ def matmul_out_in(
 
 
 def _multiply(a: Array, b: Array, contracted: tuple[int, int]) -> Array:
-    axes = tuple((axis,) for axis in contracted)
+    axes = ((contracted[0],), (contracted[1],))
     return jax.lax.dot_general(a, b, (axes, ((), ())), preferred_element_type=jnp.float32)
 
 
