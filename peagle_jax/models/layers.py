@@ -83,8 +83,7 @@ def beside(
     """What each of `module`'s linear layers `linears` makes of the same input.
 
     Of few rows in one product, where the module's parameters hold the layers' kernels joined
-    (see `kernel_forms.two_way`): each product has its own start and end, on CPU a twentieth of
-    a step of four rows.
+    (see `kernel_forms.two_way`): each product's start and end cost a CPU time beside its rows.
     """
     flat = x.reshape(-1, x.shape[-1])
     joined = kernel_forms.joined_name([linear.name or "" for linear in linears])
