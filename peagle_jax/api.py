@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from peagle_jax import batching, compile_cache, runner
 from peagle_jax.batching import Request
 from peagle_jax.config import (
+    MAX_DRAFT_TOKENS,
     METHODS,
     DrafterConfig,
     DraftSampling,
@@ -109,15 +110,16 @@ def default_dtype() -> str:
 def make_speculator(
     pair: Pair,
     method: Method | None = None,
-    num_draft_tokens: int | Literal["auto"] = DEFAULT_DRAFT_TOKENS,
+    num_draft_tokens: int | Literal["auto"] | None = None,
     draft_sampling: DraftSampling = "sample",
     verify: Verification = "coupled",
 ) -> Speculator:
     """How to decode, checked.
 
     method: None takes the one the drafter was trained for.
-    num_draft_tokens: K; "auto" chooses at every step how many, perhaps none, by what was
-      accepted so far and by what steps cost here, see `decoding.draft_length`.
+    num_draft_tokens: K; None takes what the drafter was trained for, 5 where it does not say;
+      "auto" chooses at every step how many, perhaps none, by what was accepted so far and by what
+      steps cost here, see `decoding.draft_length`.
     """
     if method is None:
         method = pair.drafter.method if pair.drafter else "none"
@@ -136,6 +138,8 @@ def make_speculator(
         if drafts_tree(method):
             lengths = TREE_LENGTHS
         num_draft_tokens = lengths[-1]
+    if num_draft_tokens is None:
+        num_draft_tokens = _default_draft_tokens(pair.drafter if needs_drafter(method) else None)
     check_num_draft_tokens(num_draft_tokens)
     if not needs_drafter(method):
         return Speculator(
@@ -170,6 +174,13 @@ def make_speculator(
     )
 
 
+def _default_draft_tokens(drafter: DrafterConfig | None) -> int:
+    """K where none is asked for: what the drafter was trained for, DEFAULT_DRAFT_TOKENS where it
+    does not say or nothing drafts but the text."""
+    trained = drafter.trained_num_draft_tokens if drafter else None
+    return min(trained or DEFAULT_DRAFT_TOKENS, MAX_DRAFT_TOKENS)
+
+
 def _auto_lengths(drafter: DrafterConfig | None) -> tuple[int, ...]:
     """Those of AUTO_LENGTHS that a drafter was trained for, and its own where that is between."""
     trained = drafter.trained_num_draft_tokens if drafter else None
@@ -184,7 +195,7 @@ def generate(
     params: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
     *,
     method: Method | None = None,
-    num_draft_tokens: int | Literal["auto"] = DEFAULT_DRAFT_TOKENS,
+    num_draft_tokens: int | Literal["auto"] | None = None,
     draft_sampling: DraftSampling = "sample",
     verify: Verification = "coupled",
     batch_size: int = 8,
@@ -231,7 +242,7 @@ def stream(
     params: SamplingParams = SamplingParams(),
     *,
     method: Method | None = None,
-    num_draft_tokens: int | Literal["auto"] = DEFAULT_DRAFT_TOKENS,
+    num_draft_tokens: int | Literal["auto"] | None = None,
     draft_sampling: DraftSampling = "sample",
     verify: Verification = "coupled",
     raw: bool = False,

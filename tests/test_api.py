@@ -326,8 +326,25 @@ def test_a_method_without_its_drafter(pair) -> None:
     plain = dataclasses.replace(pair, drafter=None)
     assert api.make_speculator(plain).method == "none"
     assert api.make_speculator(pair).method == "p-eagle"
+    assert api.make_speculator(plain).num_draft_tokens == 0
     with refused(plain, "method", "no drafter", "'none'"):
         api.generate(plain, "abc", method="p-eagle")
+
+
+@pytest.mark.parametrize(
+    ("trained", "method", "drafts"),
+    [
+        (None, None, 5),
+        (3, None, 3),
+        (7, "p-eagle+tree+lookup", 7),
+        (7, "prompt-lookup", 5),
+        (40, None, 32),
+    ],
+)
+def test_the_drafter_says_how_many(pair, trained, method, drafts) -> None:
+    trained_for = dataclasses.replace(pair.drafter, trained_num_draft_tokens=trained)
+    speculator = api.make_speculator(dataclasses.replace(pair, drafter=trained_for), method)
+    assert speculator.num_draft_tokens == drafts
 
 
 @pytest.mark.parametrize("run", [api.generate, api.stream])

@@ -73,7 +73,7 @@ def test_defaults(library):
             SamplingParams(),
             {
                 "method": None,
-                "num_draft_tokens": 5,
+                "num_draft_tokens": None,
                 "draft_sampling": "sample",
                 "verify": "coupled",
                 "raw": False,

@@ -34,7 +34,7 @@ def test_drafting_changes_the_steps_not_the_answer(capsys):
     # The prompt's own pass gives the first token, each draft one more than it had accepted.
     assert 1 + drafted["num_drafts"] + drafted["num_accepted"] >= 24 > drafted["num_drafts"]
     assert 0 < drafted["num_accepted"] == sum(drafted["accepted_per_position"])
-    assert drafted["num_draft_tokens"] == 5 * drafted["num_drafts"]
+    assert drafted["num_draft_tokens"] == 3 * drafted["num_drafts"]
     assert plain["num_drafts"] == 0
 
 

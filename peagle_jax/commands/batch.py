@@ -148,7 +148,7 @@ def _answer(args: argparse.Namespace, process: Part, whole: MeshShape | None) ->
     from peagle_jax.serving.run_files import run_files
 
     params = sampling_params(args, tuple(args.stop))
-    if args.num_draft_tokens != "auto":
+    if isinstance(args.num_draft_tokens, int):
         check_num_draft_tokens(args.num_draft_tokens)
     cache_bytes, shard = parse_bytes(args.cache_memory), Shard.parse(args.shard)
     team, mesh = _own_devices(process, whole)

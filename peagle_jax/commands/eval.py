@@ -47,9 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     decoding = parser.add_argument_group("decoding")
     decoding.add_argument(
         "--num-draft-tokens",
-        default="5",
         metavar="K",
-        help="drafts a step; several, as in 1,3,5,8, one after the other (%(default)s)",
+        help="drafts a step; several, as in 1,3,5,8, one after the other (what the drafter was "
+        "trained for, 5 where it does not say)",
     )
     decoding.add_argument(
         "--max-new-tokens",
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     params = SamplingParams(
         max_new_tokens=args.max_new_tokens, temperature=args.temperature, seed=args.seed
     )
-    depths = _numbers_of_drafts(args.num_draft_tokens)
+    depths = _numbers_of_drafts(args.num_draft_tokens) if args.num_draft_tokens is not None else []
     for option, value in (("--batch-size", args.batch_size), ("--limit", args.limit)):
         if value is not None and value < 1:
             raise InputError(f"{option}: found {value}, expected 1 or more")
@@ -112,7 +112,8 @@ def run(args: argparse.Namespace) -> int:
             f"--drafter: found none, expected one, as none ships for the model {args.model!r}"
         )
     pair = api.load(target=args.model, drafter=args.drafter, dtype=args.dtype, weights=args.weights)
-    method = api.make_speculator(pair, args.method).method
+    speculator = api.make_speculator(pair, args.method)
+    method, depths = speculator.method, depths or [speculator.num_draft_tokens]
 
     prompts = [record.prompt for record in records]
     categories = None

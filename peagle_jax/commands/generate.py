@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Answers the prompts. All that needs no model is checked before one is loaded."""
     params = sampling_params(args, tuple(args.stop))
-    if args.num_draft_tokens != "auto":
+    if isinstance(args.num_draft_tokens, int):
         check_num_draft_tokens(args.num_draft_tokens)
     if args.batch_size < 1:
         raise InputError(f"--batch-size: found {args.batch_size}, expected 1 or more")

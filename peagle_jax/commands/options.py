@@ -72,9 +72,9 @@ def add_drafting(options: Options) -> None:
     options.add_argument(
         "--num-draft-tokens",
         type=_number_of_drafts,
-        default=5,
         metavar="K",
-        help="drafts a step; auto = as many as pay, perhaps none (%(default)s)",
+        help="drafts a step; auto = as many as pay, perhaps none (what the drafter was trained "
+        "for, 5 where it does not say)",
     )
     options.add_argument(
         "--draft-sampling",

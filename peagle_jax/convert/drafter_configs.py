@@ -156,6 +156,8 @@ def drafter_config(
     trained = None
     if proposals[0].get("speculative_tokens") is not None:
         trained = integer(proposals[0], "speculative_tokens", where)
+        if trained < 1:
+            raise InputError(f"{where}: speculative_tokens: found {trained}, expected 1 or more")
     with located(where):
         return DrafterConfig(
             block=block,

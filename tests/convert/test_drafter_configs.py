@@ -177,6 +177,7 @@ def test_head_can_be_lent_to_a_draft_vocabulary() -> None:
             PARALLEL,
             "speculative_tokens: found '6', expected a whole number",
         ),
+        ({"speculative_tokens": 0}, PARALLEL, "speculative_tokens: found 0, expected 1 or more"),
         ({"ptd_token_id": None}, PARALLEL, "mask token id: found none, expected one in a parallel"),
         ({"ptd_token_id": VOCAB}, PARALLEL, "ptd_token_id.: found 40, expected 0 to 39"),
         ({"ptd_token_id": "x"}, PARALLEL, "ptd_token_id: found 'x', expected a token id"),
