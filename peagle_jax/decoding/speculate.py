@@ -34,7 +34,6 @@ from peagle_jax.config import (
     network_method,
 )
 from peagle_jax.decoding import draft_length, sampling
-from peagle_jax.decoding.choices import choose
 from peagle_jax.decoding.commit import commit
 from peagle_jax.decoding.draft import Drafted, Drafting
 from peagle_jax.decoding.draft_length import FIRST_RATE, MOST_PENDING
@@ -276,14 +275,10 @@ class Speculator:
                 verified = self._reject(params, drafted, out.hidden, requests, state.length)
             elif tree is None:
                 drawn = drawn.rows(slice(k + 1))
-                chain = jnp.broadcast_to(jnp.arange(k), drafted.tokens.shape)
-                drafts = drafted.tokens, chain
-                choices = self.choose(params, out.hidden, requests, drawn, drafts=drafts)
+                choices = self.choose(params, out.hidden, requests, drawn)
                 verified = verify_coupled(drafted.tokens, choices)
             else:
-                drafts = tree.tokens, tree.parents
-                at = depths(tree.sees)
-                choices = self.choose(params, out.hidden, requests, drawn, at, drafts)
+                choices = self.choose(params, out.hidden, requests, drawn, depths(tree.sees))
                 verified, rows = verify_tree(tree, choices)
                 out = _only(out, state.length, rows)
         with jax.named_scope("commit"):
@@ -347,10 +342,19 @@ class Speculator:
         requests: RequestArrays,
         drawn: Draws,
         at: Int[Array, "batch rows"] | None = None,
-        drafts: tuple[Int[Array, "batch drafts"], Int[Array, "batch drafts"]] | None = None,
     ) -> Int[Array, "batch rows"]:
-        """See `choices.choose`."""
-        return choose(self.networks(params), hidden, requests, drawn, at, drafts)
+        """The target's own token at every row. Where no row samples nothing is made of
+        the logits but their argmax. `at`: which of `drawn` a row is drawn with; None = its own."""
+        networks = self.networks(params)
+
+        def apply(method: str) -> Any:
+            return networks.of_target(hidden, method=method)
+
+        def sample() -> Array:
+            noise = drawn if at is None else drawn.at(at)
+            return sampling.sample(apply("logits"), requests, noise)
+
+        return jax.lax.cond(jnp.all(requests.greedy), lambda: apply("best"), sample)
 
     def _reject(
         self,

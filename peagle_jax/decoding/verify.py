@@ -35,7 +35,7 @@ class Verified:
 def verify_coupled(
     drafts: Int[Array, "batch drafts"], choices: Int[Array, "batch rows"]
 ) -> Verified:
-    """`choices`: the target's own token at each of the K+1 rows, -1 behind a draft that fell."""
+    """`choices`: the target's own token at each of the K+1 rows."""
     return Verified(choices, 1 + _leading(drafts == choices[:, :-1]))
 
 
@@ -44,8 +44,7 @@ def verify_tree(
 ) -> tuple[Verified, Int[Array, "batch rows"]]:
     """The longest branch whose every token is what the target chose in the row before it.
 
-    choices: the target's own token at each row of the tree, the newest token's first; none of
-      the drafts is -1.
+    choices: the target's own token at each row of the tree, the newest token's first.
 
     Returns what is confirmed, and the rows it comes from, as many as are confirmed.
     """

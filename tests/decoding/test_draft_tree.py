@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from peagle_jax.api import make_speculator
 from peagle_jax.decoding import draft_length, draft_tree
-from peagle_jax.decoding.choices import choose_where_needed
 from peagle_jax.decoding.draft_tree import DraftTree
-from peagle_jax.decoding.verify import verify_coupled, verify_tree
+from peagle_jax.decoding.verify import verify_tree
 from peagle_jax.errors import InputError
 from peagle_jax.runner import Pair
 from tests.decoding import tiny
@@ -146,41 +143,6 @@ def test_the_branch_that_the_target_takes_stands(nodes: int) -> None:
         assert verified.tokens[b, :count].tolist() == [choices[b, r] for r in rows[b, :count]]
         lengths.add(count)
     assert len(lengths) > 1
-
-
-@pytest.mark.parametrize("nodes", [1, 2, 7, 13])
-@pytest.mark.parametrize("chain", [False, True])
-def test_choosing_where_needed_confirms_the_same(nodes: int, chain: bool) -> None:
-    """As many rows are asked for as the target's choices reach, and each once."""
-    rng = np.random.default_rng(nodes)
-    tree = random_tree(rng, nodes)
-    if chain:
-        tree = replace(tree, parents=jnp.broadcast_to(jnp.arange(nodes), (40, nodes)))
-    choices = jnp.asarray(rng.integers(0, 3, (40, nodes + 1)))
-    asked: list[list[int]] = []
-
-    def verify(choices: Any) -> Any:
-        return verify_coupled(tree.tokens, choices) if chain else verify_tree(tree, choices)[0]
-
-    def choose(row: Any) -> Any:
-        jax.debug.callback(lambda row: asked.append(row.tolist()), row)
-        return jnp.take_along_axis(choices, row[:, None], axis=1)[:, 0]
-
-    needed = choose_where_needed((tree.tokens, tree.parents), choose)
-    jax.effects_barrier()
-    assert len(asked) == int(jnp.max(jnp.sum(needed >= 0, axis=1)))
-    wanted, found = verify(choices), verify(needed)
-    assert found.count.tolist() == wanted.count.tolist()
-    for b, count in enumerate(found.count.tolist()):
-        assert found.tokens[b, :count].tolist() == wanted.tokens[b, :count].tolist()
-        rows = np.flatnonzero(needed[b] >= 0).tolist()
-        # The newest token's row, and that of each draft that its parent's choice confirmed.
-        reached = [0]
-        for node in range(nodes):
-            parent = int(tree.parents[b, node])
-            if parent in reached and tree.tokens[b, node] == choices[b, parent]:
-                reached.append(node + 1)
-        assert rows == reached
 
 
 def test_alternatives_are_accepted_where_a_chain_is_refused() -> None:
