@@ -38,7 +38,7 @@ from peagle_jax.serving.trace_times import Program, read_program, read_times
 
 # The first that an operation's path matches.
 PARTS = {
-    "projections": r"/(mlp|[qkvo]_proj|fc)/",
+    "projections": r"/(mlp|[qkvo]_proj|fc)[/+]",
     "attention": r"/self_attn/",
     "head and choice": r"(\.best|\.logits|/lm_head|/cond)",
     "norms": r"norm",
@@ -130,9 +130,11 @@ def measure(pair: Any, method: Any, drafts: int, batch: int, tokens: int) -> Non
         if scope != "prefill":
             table[part or REST][scope] += 1e3 * seconds / steps
     used = [pair.params["target"], *([pair.params["drafter"]] if speculator.drafter else [])]
-    # Of a kernel in two layouts a step reads one.
+    # Of a kernel in two layouts a step reads one, by itself or joined with others.
     leaves = jax.tree_util.tree_leaves_with_path(used)
-    read = sum(leaf.nbytes for path, leaf in leaves if path[-1].key != "in_out")
+    read = sum(
+        leaf.nbytes for path, leaf in leaves if path[-1].key != "in_out" and "+" not in path[-1].key
+    )
     floor = 1e3 * seconds_to_read(read)
     scopes = sorted({scope for parts in table.values() for scope in parts})
     title = f"{method} K = {drafts}" if drafts else method

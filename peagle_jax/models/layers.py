@@ -89,7 +89,8 @@ def beside(
     joined = kernel_forms.joined_name([linear.name or "" for linear in linears])
     if not (module.has_variable("params", joined) and kernel_forms.is_few(flat.shape[0])):
         return [linear(x) for linear in linears]
-    y = kernel_forms.few_rows(flat, module.get_variable("params", joined))
+    with jax.named_scope(joined):
+        y = kernel_forms.few_rows(flat, module.get_variable("params", joined))
     ends = np.cumsum([linear.out_features for linear in linears])
     parts = jnp.split(y.astype(linears[0].dtype), ends[:-1], axis=-1)
     return [
