@@ -182,7 +182,7 @@ def _default_draft_tokens(drafter: DrafterConfig | None) -> int:
 
 
 def _auto_lengths(drafter: DrafterConfig | None) -> tuple[int, ...]:
-    """Those of AUTO_LENGTHS that a drafter was trained for, and its own where that is between."""
+    """Those of AUTO_LENGTHS that a drafter was trained for."""
     trained = drafter.trained_num_draft_tokens if drafter else None
     if trained is None:
         return tuple(length for length in AUTO_LENGTHS if length <= DEFAULT_DRAFT_TOKENS)

@@ -5,14 +5,18 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Sequence
 from importlib import metadata
+from types import FrameType
 from typing import Any, NoReturn, TextIO
 
 from peagle_jax.commands import COMMANDS
 from peagle_jax.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, InputError, exit_code
+
+INTERRUPTED = "peagle: interrupted"
 
 
 class _Version(argparse.Action):
@@ -83,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"peagle: error: {_one_line(error)}", file=sys.stderr)
             return exit_code(error)
         except KeyboardInterrupt as error:
-            print("peagle: interrupted", file=sys.stderr)
+            print(INTERRUPTED, file=sys.stderr)
             return exit_code(error)
 
 
@@ -96,8 +100,23 @@ def _run(argv: Sequence[str] | None) -> int:
     return code
 
 
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """KeyboardInterrupt, but at once the end where a module is loading: jax's libraries answer
+    an exception there with an error of their own or a crash, or lose it."""
+    at = frame
+    while at is not None:
+        if at.f_code.co_filename.startswith("<frozen importlib"):
+            sys.stderr.write(f"{INTERRUPTED}\n")
+            sys.stderr.flush()
+            os._exit(EXIT_INTERRUPTED)
+        at = at.f_back
+    signal.default_int_handler(number, frame)
+
+
 def command() -> NoReturn:
     """`main` as the program that it is."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored
+        signal.signal(signal.SIGINT, _interrupt)
     code = main()
     if code == EXIT_INTERRUPTED:
         # Threads of XLA may still compile; torn down beneath them the interpreter would crash.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import types
@@ -97,6 +98,37 @@ def test_interrupt_exits_130(command, capsys):
     command(run)
     assert cli.main(["fake"]) == 130
     assert capsys.readouterr().err == "peagle: interrupted\n"
+
+
+@pytest.mark.parametrize("loading", [True, False])
+def test_interrupted_program(tmp_path, loading):
+    """Also where a module is loading that answers an exception with one of its own."""
+    wait = "os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(30)"
+    body = f"""
+import os, signal, time
+def wait():
+    {wait}
+"""
+    swallow = "try:\n    wait()\nexcept BaseException as error:\n    raise ImportError from error\n"
+    (tmp_path / "slow.py").write_text(body + (swallow if loading else ""))
+    ran = run_python(
+        "from peagle_jax import cli\n"
+        "def main():\n"
+        "    try:\n"
+        "        import slow\n"
+        "        slow.wait()\n"
+        "    except KeyboardInterrupt as error:\n"
+        "        print('raised')\n"
+        "        return cli.exit_code(error)\n"
+        "cli.main = main\n"
+        "cli.command()\n",
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+    )
+    assert ran.returncode == 130
+    assert (ran.stdout, ran.stderr) == (
+        ("", "peagle: interrupted\n") if loading else ("raised\n", "")
+    )
 
 
 def test_warnings_are_one_line(command, capsys):

@@ -142,6 +142,10 @@ def test_a_peer_that_is_not_there_is_left_out(bench, tmp_path) -> None:
     [
         (("--methods", "p-eagle"), "--methods: found p-eagle, expected a --drafter"),
         (("--batch", "two"), "--batch: found 'two'"),
+        (("--batch", "1,9999", "--methods", "none"), "--batch: found 9999, expected at most "),
+        (("--num-draft-tokens", ""), "--num-draft-tokens: found '', expected a number, or"),
+        (("--num-draft-tokens", "3,"), "--num-draft-tokens: found '3,', expected a number, or"),
+        (("--drafter", ""), "drafter: found ''"),
         (("--repeats", "0", "--methods", "none"), "--repeats: found 0"),
         (("--limit", "0"), "--limit: found 0"),
         (("--peer-python", "vllm"), "--peer-python: found 'vllm'"),

@@ -207,6 +207,11 @@ def test_files_without_the_picture(evaluate, tmp_path, monkeypatch, loaded):
         (["--num-draft-tokens", "0"], "num_draft_tokens: found 0, expected 1 to 32"),
         (["--num-draft-tokens", "3,33"], "num_draft_tokens: found 33, expected 1 to 32"),
         (["--limit", "0"], "--limit: found 0, expected 1 or more"),
+        (
+            ["--out", f"{__file__}/x", "--no-plot"],
+            f"--out: {__file__}/x: Not a directory, expected",
+        ),
+        (["--num-draft-tokens", ""], "--num-draft-tokens: found '', expected a number"),
         (["--batch-size", "0"], "--batch-size: found 0, expected 1 or more"),
         (["--max-new-tokens", "0"], "max_new_tokens: found 0, expected 1 or more"),
         (["--temperature", "-1"], "temperature: found -1.0, expected 0 (greedy) or more"),

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from peagle_jax.bench.cases import AUTO
-from peagle_jax.commands.options import add_model, add_raw, add_weights, numbers
+from peagle_jax.commands.options import add_model, add_raw, add_weights, make_folder, numbers
 from peagle_jax.commands.progress import progress_bar
 from peagle_jax.commands.prompts import read_prompts
 from peagle_jax.config import METHODS
@@ -126,6 +126,11 @@ def run(args: argparse.Namespace) -> int:
         count = min(args.limit, len(prompts))
         places = [i * len(prompts) // count for i in range(count)]
         prompts, names = [prompts[i] for i in places], [names[i] for i in places]
+    most = max(case.batch for case in cases)
+    if most > len(prompts):
+        raise InputError(
+            f"--batch: found {most}, expected at most {len(prompts)}, the number of prompts"
+        )
     if not args.no_plot and importlib.util.find_spec("matplotlib") is None:
         raise InputError("plots: found no matplotlib, expected it, or --no-plot")
 
@@ -137,7 +142,7 @@ def run(args: argparse.Namespace) -> int:
     from peagle_jax.commands import bench_output
     from peagle_jax.config import SamplingParams
 
-    _make_folder(out)
+    make_folder("--out", out)
     pairs, drafters = _load(args, {case.method for case in cases})
     pair = pairs["none"]
     params = SamplingParams(max_new_tokens=args.max_new_tokens)
@@ -295,16 +300,9 @@ def _names(option: str, text: str) -> list[str]:
     return names
 
 
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"--out: {folder}: {error.strerror}, expected a folder to write") from None
-
-
 def _draft_lengths(text: str) -> list[int | str]:
     option = "--num-draft-tokens"
-    names = _names(option, text)
+    names = [part.strip() for part in text.split(",")]
     fixed = [name for name in names if name != AUTO]
     lengths: list[int | str] = []
     try:

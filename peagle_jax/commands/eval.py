@@ -8,7 +8,14 @@ import json
 import sys
 from pathlib import Path
 
-from peagle_jax.commands.options import add_batch_size, add_drafter, add_model, add_weights, numbers
+from peagle_jax.commands.options import (
+    add_batch_size,
+    add_drafter,
+    add_model,
+    add_weights,
+    make_folder,
+    numbers,
+)
 from peagle_jax.commands.progress import progress_bar
 from peagle_jax.commands.prompts import read_records
 from peagle_jax.config import (
@@ -100,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
                 "--out: found no matplotlib, which draws acceptance.png; expected it from "
                 "pip install 'peagle-jax[train]', or --no-plot"
             )
-        args.out.mkdir(parents=True, exist_ok=True)
+        make_folder("--out", args.out)
 
     from peagle_jax import api
     from peagle_jax.commands import eval_output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import get_args
 
 from peagle_jax.config import METHODS, DraftSampling, SamplingParams, Verification, WeightForm
@@ -19,6 +20,16 @@ def numbers(option: str, text: str) -> list[int]:
     except ValueError:
         raise InputError(
             f"{option}: found {text!r}, expected a number, or some as in 1,3,5"
+        ) from None
+
+
+def make_folder(option: str, folder: Path) -> None:
+    """Makes what an option names; raises InputError naming it where that is no folder."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"{option}: {folder}: {error.strerror}, expected a folder to write"
         ) from None
 
 

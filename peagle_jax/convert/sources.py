@@ -47,6 +47,8 @@ def locate(source: str | os.PathLike[str], kind: Kind = "target", *, weights: bo
     """
     name = os.fspath(source)
     path = Path(name).expanduser()
+    if not name:
+        raise InputError(f"{kind}: found '', expected a path, smollm2 or a hub repository org/name")
     if path.exists():
         return _of_a_run(path) if (path / RUN_CONFIG).is_file() else path
     if name == "smollm2":
