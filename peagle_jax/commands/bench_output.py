@@ -15,13 +15,21 @@ from peagle_jax.files import replace_file
 
 
 def print_table(lines: Sequence[dict[str, Any]]) -> None:
-    """The results on stdout."""
+    """The results on stdout, below them why what failed did."""
     table = Table()
     for index, name in enumerate(report.COLUMNS):
         table.add_column(name, justify="right" if index > 1 else "left", no_wrap=True)
+    failures = []
     for line in lines:
-        table.add_row(*(cell.replace("**", "") for cell in report.cells(line)))
+        cells = [cell.replace("**", "") for cell in report.cells(line)]
+        if "error" in line:
+            where = " ".join(part for part in (*cells[:2], cells[2] and f"K = {cells[2]}") if part)
+            failures.append(f"{where}, batch {cells[3]}: {cells[4]}")
+            cells[4] = "failed"
+        table.add_row(*cells)
     print_whole(table)
+    for failure in failures:
+        print(failure)
 
 
 def write_files(

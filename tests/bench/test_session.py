@@ -7,6 +7,7 @@ import pytest
 from peagle_jax.bench import report, session
 from peagle_jax.bench.cases import OWN, Case, Parts, Run, make_cases
 from peagle_jax.bench.session import EngineError
+from peagle_jax.commands import bench_output
 from peagle_jax.errors import InputError
 
 PLAIN = Case(OWN, "none", 0, 1)
@@ -78,7 +79,7 @@ def test_another_answer_is_marked() -> None:
     assert report.cells(peer)[-1] == "**1 of 2**"
 
 
-def test_a_peer_that_fails_does_not_end_the_run() -> None:
+def test_a_peer_that_fails_does_not_end_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     calls: list[str] = []
     own = Fake({PLAIN: [1.0]}, calls)
 
@@ -98,6 +99,10 @@ def test_a_peer_that_fails_does_not_end_the_run() -> None:
     }
     assert "failed: vllm: no memory" in report.cells(peer)
     assert not any("parts none vllm" in call for call in calls)
+    bench_output.print_table([plain, {**peer, "method": "p-eagle", "num_draft_tokens": 3}])
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[-1] == "vllm p-eagle K = 3, batch 1: failed: vllm: no memory"
+    assert " failed " in shown[-3]
 
 
 def test_cases() -> None:
