@@ -31,7 +31,6 @@ import jax.numpy as jnp
 
 import peagle_jax
 from peagle_jax import api, batching, runner
-from peagle_jax.compile_cache import enable
 from peagle_jax.config import SamplingParams
 from peagle_jax.markdown import row
 from peagle_jax.serving.trace_times import Program, read_program, read_times
@@ -161,7 +160,8 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--max-new-tokens", type=int, default=64)
     options = parser.parse_args()
-    enable()
+    # A program from the cache has the names of whoever compiled it first.
+    jax.config.update("jax_enable_compilation_cache", False)
     extra = {} if options.drafter is None else {"drafter": options.drafter}
     pair = peagle_jax.load(options.model, **extra)
     ways = DEFAULT

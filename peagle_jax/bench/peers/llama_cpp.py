@@ -42,8 +42,9 @@ def setup(settings: dict[str, Any]) -> dict[str, Any]:
         begin = time.perf_counter()
         models[key(request)] = llama_cpp.Llama(
             settings["source"],
-            # It looks up and evaluates drafts once more behind the last that is asked for.
-            n_ctx=settings["max_model_len"] + drafts + 1,
+            n_ctx=settings["max_model_len"],
+            # Drafts need the logits of all positions; unasked it has room for those of 512.
+            logits_all=lookup,
             n_threads=settings["threads"],
             n_threads_batch=settings["threads"],
             draft_model=LlamaPromptLookupDecoding(num_pred_tokens=drafts) if lookup else None,
