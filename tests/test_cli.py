@@ -103,12 +103,12 @@ def test_interrupt_exits_130(command, capsys):
 @pytest.mark.parametrize("loading", [True, False])
 def test_interrupted_program(tmp_path, loading):
     """Also where a module is loading that answers an exception with one of its own."""
-    wait = "os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(30)"
-    body = f"""
-import os, signal, time
-def wait():
-    {wait}
-"""
+    body = (
+        "import os, signal, time\n"
+        "def wait():\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    time.sleep(30)\n"
+    )
     swallow = "try:\n    wait()\nexcept BaseException as error:\n    raise ImportError from error\n"
     (tmp_path / "slow.py").write_text(body + (swallow if loading else ""))
     ran = run_python(
