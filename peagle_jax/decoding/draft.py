@@ -135,9 +135,13 @@ class Drafting:
         return Drafted(drafts, cache, jnp.bool_(True), logits)
 
     def _one_pass(self, state: DecodeState) -> tuple[Float[Array, "batch drafts hidden"], Cache]:
+        return self._in_few_rows(state, self.tiled_rows(state), self._parallel_pass)
+
+    def tiled_rows(self, state: DecodeState) -> int:
+        """As many real rows a sequence as whole tiles have room for beside the mask rows."""
         batch, masks = state.pending_count.shape[0], self.num_draft_tokens - 1
         tiled = -(-batch * (1 + masks) // ROW_TILE) * ROW_TILE
-        return self._in_few_rows(state, max(1, tiled // batch - masks), self._parallel_pass)
+        return min(max(1, tiled // batch - masks), state.pending_tokens.shape[1])
 
     def _in_few_rows(
         self, state: DecodeState, few: int, run: Callable[..., tuple[Array, Cache]]
@@ -182,6 +186,7 @@ class Drafting:
         tokens = jnp.where(real, tokens, networks.drafter.mask_token_id)
         features = networks.of_drafter(state.pending_features[:, :most], method="project")
         features = jnp.pad(features, (*extra, (0, 0)))
+        # The same in every step: XLA takes it out of the loop around them.
         mask_feature = networks.of_drafter(method="mask_feature")
         features = jnp.where(real[..., None], features, mask_feature)
         stream, cache = networks.of_drafter(

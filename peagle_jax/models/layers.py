@@ -143,9 +143,14 @@ def matmul_out_in(
         return product.reshape(*x.shape[:-1], kernel.shape[0])
     product = _product(x, kernel)
     if 1 < rows <= _FEW_ROWS:
-        keep = jax.lax.optimization_barrier
-        product = jax.lax.platform_dependent(product, cpu=keep, default=lambda y: y)
+        product = _kept_apart(product, "cpu")
     return product.T.reshape(*x.shape[:-1], kernel.shape[0])
+
+
+def _kept_apart(x: Array, platform: str) -> Array:
+    """`x`, which XLA on `platform` computes before what follows, and not fused with it."""
+    keep = {platform: jax.lax.optimization_barrier}
+    return jax.lax.platform_dependent(x, **keep, default=lambda y: y)
 
 
 def _multiply(a: Array, b: Array, contracted: tuple[int, int]) -> Array:
@@ -177,13 +182,22 @@ def _product(x: Float[Array, "*rows in"], kernel: Float[Array, "out in"] | Quant
     """`kernel @ x.T` as float32 `[out, number of rows]`.
 
     5 to 31 rows are padded to whole tiles: on CPU these are faster, and other platforms pad to
-    a tile anyway.
+    a tile anyway. One row is on TPU: alone it is multiplied by the vector units, for which the
+    compiler estimates three times as long as for a tile by the matrix units.
     """
     flat = x.reshape(-1, x.shape[-1])
     rows = flat.shape[0]
-    if ROW_TILE // 2 < rows < 4 * ROW_TILE:
-        flat = jnp.pad(flat, ((0, -rows % ROW_TILE), (0, 0)))
-    return kernel_forms.product(kernel, flat)[:, :rows]
+
+    def multiply(flat: Array) -> Array:
+        return kernel_forms.product(kernel, flat)[:, :rows]
+
+    def in_tiles(flat: Array) -> Array:
+        return multiply(jnp.pad(flat, ((0, -rows % ROW_TILE), (0, 0))))
+
+    if rows == 1:
+        product: Array = jax.lax.platform_dependent(flat, tpu=in_tiles, default=multiply)
+        return product
+    return (in_tiles if ROW_TILE // 2 < rows < 4 * ROW_TILE else multiply)(flat)
 
 
 class RMSNorm(nn.Module):
@@ -247,7 +261,12 @@ class GatedMLP(nn.Module):
         wide, narrow = self.intermediate_size, self.hidden_size
         names = ("gate_proj", "up_proj")
         gate, up = beside(self, [linear(wide, narrow, ("mlp", "embed"), name) for name in names], x)
-        return linear(narrow, wide, ("embed", "mlp"), "down_proj")(gated(gate, up, self.gate))
+        activation = gated(gate, up, self.gate)
+        if math.prod(x.shape[:-1]) <= _FEW_ROWS:
+            # XLA on TPU would fuse up_proj into down_proj where few rows fill whole tiles, which
+            # by its own estimate takes a third longer than one after the other.
+            activation = _kept_apart(activation, "tpu")
+        return linear(narrow, wide, ("embed", "mlp"), "down_proj")(activation)
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:

@@ -67,7 +67,7 @@ def step_floor(
     full = weights if multiplied is None else multiplied
     full_head = full.embedding if target.tie_embeddings else full.head
     flops: float = 2 * rows * (full.layers + full_head + active * full.experts) / item
-    cache: float = slots * _cache(target.block, context, k + 1, item) / mesh.model
+    cache: float = slots * cache_bytes(target.block, context, k + 1, item) / mesh.model
     flops += _scores(target.block, context, k + 1) * rows / mesh.model
     if drafter is not None:
         assert speculator.drafter is not None
@@ -80,7 +80,7 @@ def step_floor(
         if not config.own_head:
             scored = full_head * config.draft_vocab_size / config.vocab_size
         flops += 2 * slots * k * (drafter.layers + scored) / item
-        cache += passes * slots * _cache(config.block, context, k, item)
+        cache += passes * slots * cache_bytes(config.block, context, k, item)
         flops += _scores(config.block, context, k) * slots * k
     sent = _sent(target.block, mesh, rows * target.block.hidden_size * item)
     return StepFloor(
@@ -99,8 +99,8 @@ def hit_share(num_experts: int, chosen: int, tokens: int) -> float:
     return 1 - (1 - chosen / num_experts) ** tokens
 
 
-def _cache(block: BlockConfig, context: int, rows: int, item: int) -> int:
-    """Bytes of one sequence's cache that a pass of `rows` rows sees."""
+def cache_bytes(block: BlockConfig, context: int, rows: int, item: int) -> int:
+    """Bytes of one sequence's cache that a pass of `rows` rows sees, `item` bytes an element."""
     a_layer = 2 * block.num_kv_heads * block.head_dim * item
     return a_layer * sum(_seen(block, context, rows))
 

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from peagle_jax.models.layers import Linear, argmax_out_in, matmul_out_in
+from peagle_jax.config import GateConfig
+from peagle_jax.models.layers import GatedMLP, Linear, argmax_out_in, matmul_out_in
 
 
 def _random(rng: np.random.Generator, *shape: int) -> np.ndarray:
@@ -88,3 +89,25 @@ def test_scores_that_are_not_numbers_give_an_id_of_the_vocabulary() -> None:
     kernel = jnp.full((50, 4), jnp.nan)
     found = jax.jit(argmax_out_in)(jnp.ones((2, 4)), kernel)
     assert all(0 <= i < 50 for i in found.tolist())
+
+
+def _lowered(function, platform: str, *arguments) -> str:
+    traced = jax.jit(function).trace(*arguments)
+    return traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+@pytest.mark.parametrize(("platform", "rows"), [("tpu", 8), ("cpu", 1), ("cuda", 1)])
+def test_one_row_is_a_tile_of_them_on_tpu_alone(platform, rows) -> None:
+    text = _lowered(matmul_out_in, platform, jnp.ones((1, 48)), jnp.ones((40, 48)))
+    (product,) = [line for line in text.splitlines() if "dot_general" in line]
+    assert product.rstrip().endswith(f"-> tensor<40x{rows}xf32>")
+
+
+@pytest.mark.parametrize(
+    ("platform", "rows", "apart"), [("tpu", 8, 1), ("tpu", 129, 0), ("cuda", 8, 0)]
+)
+def test_few_rows_are_gated_apart_from_what_follows_on_tpu_alone(platform, rows, apart) -> None:
+    layer = GatedMLP(48, 40, False, GateConfig(), jnp.float32)
+    x = jnp.ones((1, rows, 48))
+    params = layer.init(jax.random.key(0), x)
+    assert _lowered(layer.apply, platform, params, x).count("optimization_barrier") == apart
