@@ -8,9 +8,10 @@ from jaxtyping import Array, Float, Int, UInt8
 from pallas_kernels.mxfp4_matmul import gpu, reference, shapes, tpu
 from pallas_kernels.mxfp4_matmul.reference import BLOCK, dequantise
 from pallas_kernels.mxfp4_matmul.shapes import Blocks
+from pallas_kernels.mxfp4_matmul.visits import running_sum
 from pallas_kernels.target import Implementation, choose, current_target
 
-__all__ = ["BLOCK", "Blocks", "dequantise", "mxfp4_matmul", "own_kernel"]
+__all__ = ["BLOCK", "Blocks", "dequantise", "mxfp4_matmul", "own_kernel", "running_sum"]
 
 
 def mxfp4_matmul(

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.mxfp4_matmul import mxfp4_matmul, own_kernel
+from pallas_kernels.mxfp4_matmul import mxfp4_matmul, own_kernel, running_sum
 from peagle_jax.config import GateConfig, MoEConfig
 from peagle_jax.models.kernel_forms import Mxfp4Kernel, Quantised
 from peagle_jax.models.layers import (
@@ -37,6 +37,7 @@ from peagle_jax.models.layers import (
 )
 from peagle_jax.sharding import EXPERT, MODEL
 
+_FEW_PAIRS = 512  # up to so many tokens' choices are put in order without sorting
 # Tokens of one expert that are worked off at a time: enough to hide the reading of its weights.
 TILE = 128
 
@@ -216,14 +217,13 @@ def mix(
     tokens, per_token = chosen.shape
     count = experts.gate.kernel.shape[0]
     of_pair = chosen.reshape(-1)
-    order = jnp.argsort(of_pair)
-    of_row = jnp.minimum(of_pair[order], count - 1)
+    order, place = by_expert(of_pair)
     sizes = jnp.sum(of_pair[:, None] == jnp.arange(count), axis=0, dtype=jnp.int32)
     rows = x[order // per_token]
     tile = min(-(-tokens // ROW_TILE) * ROW_TILE, TILE)
     kernel = experts.gate.kernel
     if isinstance(kernel, Mxfp4Kernel) and own_kernel(x.dtype.name):
-        out = grouped(rows, sizes, experts, of_row=of_row, gate=gate)
+        out = grouped(rows, sizes, experts, gate=gate)
     elif tokens <= TILE or isinstance(kernel, Quantised):
         # Of a quantised kernel one expert at a time is ever dequantised.
         out = in_tiles(rows, sizes, experts, gate=gate, tile=tile)
@@ -232,12 +232,29 @@ def mix(
             rows,
             sizes,
             experts,
-            tpu=functools.partial(grouped, of_row=of_row, gate=gate),
+            tpu=functools.partial(grouped, gate=gate),
             default=functools.partial(in_tiles, gate=gate, tile=tile),
         )
-    by_token = out[jnp.argsort(order)].reshape(tokens, per_token, -1)
+    by_token = out[place].reshape(tokens, per_token, -1)
     by_token = jnp.where((chosen < count)[..., None], by_token, 0.0)
     return jnp.sum(by_token * weights[..., None], axis=1)
+
+
+def by_expert(of_pair: Int[Array, "pairs"]) -> tuple[Int[Array, "pairs"], Int[Array, "pairs"]]:
+    """A stable order by expert, and where in it each pair stands.
+
+    Of few pairs by comparing all with all, which is one operation where sorting is many.
+    """
+    pairs = of_pair.shape[0]
+    if pairs > _FEW_PAIRS:
+        order = jnp.argsort(of_pair)
+        return order, jnp.argsort(order)
+    index = jnp.arange(pairs)
+    mine, other = of_pair[:, None], of_pair[None, :]
+    before = (other < mine) | ((other == mine) & (index[None, :] < index[:, None]))
+    place = jnp.sum(before, axis=1, dtype=jnp.int32)
+    order = jnp.sum(jnp.where(place[None, :] == index[:, None], index[None, :], 0), axis=1)
+    return order, place
 
 
 def in_tiles(
@@ -284,10 +301,19 @@ def grouped(
     sizes: Int[Array, "experts"],
     experts: ExpertParams,
     *,
-    of_row: Int[Array, "pairs"],
     gate: GateConfig,
 ) -> Float[Array, "pairs hidden"]:
-    """`in_tiles` as grouped matrix products over all rows; `of_row` is each row's expert."""
+    """`in_tiles` as grouped matrix products over all rows."""
+    ends = running_sum(sizes)
+    row = jnp.arange(rows.shape[0])[:, None]
+    own = ((row >= ends - sizes) & (row < ends)).astype(jnp.float32)
+
+    def biases(linear: ExpertLinear) -> Array | float:
+        """Each row's: a product, exact as it is of ones, where a TPU looks rows up in turn."""
+        if linear.bias is None:
+            return 0.0
+        wide = linear.bias.astype(jnp.float32)
+        return jnp.dot(own, wide, precision=jax.lax.Precision.HIGHEST)
 
     def each(linear: ExpertLinear, x: Array) -> Array:
         kernel: Any = linear.kernel
@@ -297,7 +323,7 @@ def grouped(
             y = jax.lax.ragged_dot_general(
                 x, kernel, sizes, _OUT_IN, preferred_element_type=jnp.float32
             )
-        return y if linear.bias is None else y + linear.bias[of_row]
+        return y + biases(linear)
 
     wide = gated(each(experts.gate, rows), each(experts.up, rows), gate)
     return each(experts.down, wide.astype(rows.dtype))

@@ -94,18 +94,26 @@ def test_tiles_equal_the_grouped_product(sizes, bias) -> None:
     rows = rng.normal(size=(20, HIDDEN)).astype(np.float32)
     of_row = np.repeat(np.arange(EXPERTS), sizes)
     used = len(of_row)
-    of_row = np.pad(of_row, (0, 20 - used), constant_values=EXPERTS - 1).astype(np.int32)
     experts = random_experts(bias)
-    sorted_rows, owners, counts = (jnp.asarray(a) for a in (rows, of_row, np.int32(sizes)))
+    sorted_rows, counts = (jnp.asarray(a) for a in (rows, np.int32(sizes)))
     tiles = moe.in_tiles(sorted_rows, counts, experts, gate=GATES[1], tile=8)
-    grouped = moe.grouped(sorted_rows, counts, experts, of_row=owners, gate=GATES[1])
+    grouped = moe.grouped(sorted_rows, counts, experts, gate=GATES[1])
     expected = [
         one_expert(r.astype(np.float64), experts, int(e), GATES[1])
-        for r, e in zip(rows[:used], of_row, strict=False)
+        for r, e in zip(rows[:used], of_row, strict=True)
     ]
     np.testing.assert_allclose(tiles[:used], expected, rtol=0, atol=1e-5)
     np.testing.assert_allclose(grouped[:used], expected, rtol=0, atol=1e-5)
     assert np.isfinite(tiles).all()
+
+
+@pytest.mark.parametrize("pairs", [1, 36, 512, 513])
+def test_the_order_by_expert_is_stable(pairs) -> None:
+    of_pair = np.random.default_rng(pairs).integers(0, EXPERTS, pairs)
+    order, place = moe.by_expert(jnp.asarray(of_pair, jnp.int32))
+    expected = np.argsort(of_pair, kind="stable")
+    np.testing.assert_array_equal(order, expected)
+    np.testing.assert_array_equal(place[expected], np.arange(pairs))
 
 
 @pytest.mark.parametrize(
