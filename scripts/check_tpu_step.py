@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import os
 import sys
 import time
@@ -305,6 +306,22 @@ def compiled(pair: Pair, name: str, batch: int, kind: str, device: Any, on: bool
     )
 
 
+def table(pair: Pair, names: list[str], batch: int, kind: str, on: bool) -> dict[str, Found]:
+    """Prints it; programs that do not fit the chip's memory are not in what comes back."""
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[kind].topology)
+    found = {}
+    for name in names:
+        try:
+            found[name] = compiled(pair, name, batch, kind, topology.devices[0], on)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            print(f"{name:17} does not fit the chip's memory", flush=True)
+            continue
+        print(line(name, found[name]), flush=True)
+    return found
+
+
 def line(name: str, found: Found) -> str:
     """Of the table."""
     cells = f"{name:17}{found.num_calls:6}"
@@ -320,7 +337,7 @@ def line(name: str, found: Found) -> str:
 def ratios(found: dict[str, Found]) -> list[str]:
     """What a draft and a step cost beside one row, where all parts are known."""
     parts = (PLAIN, VERIFY, DRAFT_1, DRAFT_K, DRAFT_MOST, EAGLE3, STEP)
-    if any(found.get(name) is None or found[name].xla is None for name in parts):
+    if any(name not in found or found[name].xla is None for name in parts):
         return []
     us = {name: found[name].us for name in parts}
     # A step has the draft twice, of few rows and of most, and takes one.
@@ -340,7 +357,7 @@ def ratios(found: dict[str, Found]) -> list[str]:
 
 
 def main() -> int:
-    """Returns the exit code."""
+    """Returns the exit code: 1 where a program did not fit its chip."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", action="append", choices=PAIRS, help="default: llama-8b-short")
     parser.add_argument("--chip", action="append", choices=sorted(TPUS), help="default: all")
@@ -349,27 +366,22 @@ def main() -> int:
     parser.add_argument("--reference", action="store_true", help="XLA alone too")
     options = parser.parse_args()
     names = [name for name in PROGRAMS if any(part in name for part in options.match or ("",))]
-    for model in options.model or ("llama-8b-short",):
-        pair = PAIRS[model]()
-        for chip in options.chip or TPUS:
-            kind = TPUS[chip]
-            topology = topologies.get_topology_desc(
-                platform="tpu", topology_name=CHIPS[kind].topology
-            )
-            for batch in options.batch or (1, 8):
-                for on in (True, False) if options.reference else (True,):
-                    how = "kernels" if on else "XLA alone"
-                    print(
-                        f"\n{model}, {chip}, batch {batch}, {how}\n"
-                        f"{'program':17}{'calls':>6}{'XLA us':>9}{'calls us':>9}{'sum us':>9}"
-                        f"{'floor us':>9}{'temp MiB':>10}{'compile':>9}"
-                    )
-                    found = {}
-                    for name in names:
-                        found[name] = compiled(pair, name, batch, kind, topology.devices[0], on)
-                        print(line(name, found[name]), flush=True)
-                    print(*ratios(found), sep="\n", flush=True)
-    return 0
+    if not names:
+        parser.error(f"--match: found {options.match}, expected a part of {', '.join(PROGRAMS)}")
+    models, chips = options.model or ("llama-8b-short",), options.chip or TPUS
+    ways = (True, False) if options.reference else (True,)
+    complete = True
+    for model, chip, batch, on in itertools.product(models, chips, options.batch or (1, 8), ways):
+        how = "kernels" if on else "XLA alone"
+        print(
+            f"\n{model}, {chip}, batch {batch}, {how}\n"
+            f"{'program':17}{'calls':>6}{'XLA us':>9}{'calls us':>9}{'sum us':>9}"
+            f"{'floor us':>9}{'temp MiB':>10}{'compile':>9}"
+        )
+        found = table(PAIRS[model](), names, batch, TPUS[chip], on)
+        complete &= len(found) == len(names)
+        print(*ratios(found), sep="\n", flush=True)
+    return 0 if complete else 1
 
 
 if __name__ == "__main__":

@@ -112,6 +112,9 @@ def test_interrupted_program(tmp_path, loading):
     swallow = "try:\n    wait()\nexcept BaseException as error:\n    raise ImportError from error\n"
     (tmp_path / "slow.py").write_text(body + (swallow if loading else ""))
     ran = run_python(
+        # Also under a test run that a shell started behind a prompt, which ignores interrupts.
+        "import signal\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from peagle_jax import cli\n"
         "def main():\n"
         "    try:\n"
