@@ -363,7 +363,9 @@ def main() -> int:
     parser.add_argument("--chip", action="append", choices=sorted(TPUS), help="default: all")
     parser.add_argument("--batch", action="append", type=int, help="default: 1 and 8")
     parser.add_argument("--match", action="append", help="part of a program's name")
-    parser.add_argument("--reference", action="store_true", help="XLA alone too")
+    parser.add_argument(
+        "--reference", action="store_true", help="too without what is for TPUs alone"
+    )
     options = parser.parse_args()
     names = [name for name in PROGRAMS if any(part in name for part in options.match or ("",))]
     if not names:
@@ -372,7 +374,7 @@ def main() -> int:
     ways = (True, False) if options.reference else (True,)
     complete = True
     for model, chip, batch, on in itertools.product(models, chips, options.batch or (1, 8), ways):
-        how = "kernels" if on else "XLA alone"
+        how = "kernels" if on else "traced as for a CPU"
         print(
             f"\n{model}, {chip}, batch {batch}, {how}\n"
             f"{'program':17}{'calls':>6}{'XLA us':>9}{'calls us':>9}{'sum us':>9}"

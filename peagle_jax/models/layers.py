@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.target import current_target
 from peagle_jax.config import GateConfig, RopeConfig
 from peagle_jax.models import kernel_forms
 from peagle_jax.models.kernel_forms import KernelForm, Quantised, TwoWayKernel
@@ -143,14 +144,9 @@ def matmul_out_in(
         return product.reshape(*x.shape[:-1], kernel.shape[0])
     product = _product(x, kernel)
     if 1 < rows <= _FEW_ROWS:
-        product = _kept_apart(product, "cpu")
+        keep = jax.lax.optimization_barrier
+        product = jax.lax.platform_dependent(product, cpu=keep, default=lambda y: y)
     return product.T.reshape(*x.shape[:-1], kernel.shape[0])
-
-
-def _kept_apart(x: Array, platform: str) -> Array:
-    """`x`, which XLA on `platform` computes before what follows, and not fused with it."""
-    keep = {platform: jax.lax.optimization_barrier}
-    return jax.lax.platform_dependent(x, **keep, default=lambda y: y)
 
 
 def _multiply(a: Array, b: Array, contracted: tuple[int, int]) -> Array:
@@ -187,17 +183,13 @@ def _product(x: Float[Array, "*rows in"], kernel: Float[Array, "out in"] | Quant
     """
     flat = x.reshape(-1, x.shape[-1])
     rows = flat.shape[0]
+    if ROW_TILE // 2 < rows < 4 * ROW_TILE or (rows == 1 and _for_tpu()):
+        flat = jnp.pad(flat, ((0, -rows % ROW_TILE), (0, 0)))
+    return kernel_forms.product(kernel, flat)[:, :rows]
 
-    def multiply(flat: Array) -> Array:
-        return kernel_forms.product(kernel, flat)[:, :rows]
 
-    def in_tiles(flat: Array) -> Array:
-        return multiply(jnp.pad(flat, ((0, -rows % ROW_TILE), (0, 0))))
-
-    if rows == 1:
-        product: Array = jax.lax.platform_dependent(flat, tpu=in_tiles, default=multiply)
-        return product
-    return (in_tiles if ROW_TILE // 2 < rows < 4 * ROW_TILE else multiply)(flat)
+def _for_tpu() -> bool:
+    return current_target().platform == "tpu"
 
 
 class RMSNorm(nn.Module):
@@ -262,10 +254,10 @@ class GatedMLP(nn.Module):
         names = ("gate_proj", "up_proj")
         gate, up = beside(self, [linear(wide, narrow, ("mlp", "embed"), name) for name in names], x)
         activation = gated(gate, up, self.gate)
-        if math.prod(x.shape[:-1]) <= _FEW_ROWS:
-            # XLA on TPU would fuse up_proj into down_proj where few rows fill whole tiles, which
-            # by its own estimate takes a third longer than one after the other.
-            activation = _kept_apart(activation, "tpu")
+        if math.prod(x.shape[:-1]) <= _FEW_ROWS and _for_tpu():
+            # XLA would fuse up_proj into down_proj where few rows fill whole tiles, which by its
+            # own estimate takes a third longer than one after the other.
+            activation = jax.lax.optimization_barrier(activation)
         return linear(narrow, wide, ("embed", "mlp"), "down_proj")(activation)
 
 
